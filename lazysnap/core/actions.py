@@ -1,9 +1,8 @@
 """What goes into the core, and what comes out? Events and actions, as values.
 
 The loop turns what happens into events, and carries actions out. A simulation does the same without any process.
-A *connection* is a number that the loop gives. A *job* of a level is slow work on its thread, one at a time: ``Job``.
-``BeginJob`` is about the other kind of job, the training that the keeper serves (see ``messages``). Redundancy is one
-more level, after those of storage: its job computes parity, its files are the parity in memory.
+A *connection* is a number that the loop gives. A *task* of a level is slow work on its thread, one at a time: ``Task``.
+Redundancy is one more level, after those of storage: its task computes parity, its files are the parity in memory.
 """
 
 import enum
@@ -73,24 +72,24 @@ class MemoryRefused:
 
 
 @dataclass(frozen=True)
-class JobMoved:
-    """The job of a level moved some bytes, so it does not hang."""
+class TaskMoved:
+    """The task of a level moved some bytes, so it does not hang."""
 
     level: int
     number: int
-    """That of the job."""
+    """That of the task."""
 
 
 @dataclass(frozen=True)
-class JobEnded:
-    """The job of a level ended: well, unless this is a ``Missed`` or a ``Failed``."""
+class TaskEnded:
+    """The task of a level ended: well, unless this is a ``Missed`` or a ``Failed``."""
 
     number: int
-    """That of the job."""
+    """That of the task."""
 
 
 @dataclass(frozen=True)
-class Listed(JobEnded):
+class Listed(TaskEnded):
     """The level was listed."""
 
     stored: tuple[StepKey, ...]
@@ -106,7 +105,7 @@ class Listed(JobEnded):
 
 
 @dataclass(frozen=True)
-class StepStored(JobEnded):
+class StepStored(TaskEnded):
     """The step was written, committed and read back."""
 
     written_bytes: int = 0
@@ -118,21 +117,21 @@ class StepStored(JobEnded):
 
 
 @dataclass(frozen=True)
-class NamesSet(JobEnded):
+class NamesSet(TaskEnded):
     """Names were given and taken away, but for those that the level does not take."""
 
     refused: tuple[NameRefusal, ...] = ()
 
 
 @dataclass(frozen=True)
-class Missed(JobEnded):
+class Missed(TaskEnded):
     """The source did not hold the step any more, or the write was cancelled. The level is well."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Failed(JobEnded):
+class Failed(TaskEnded):
     """The level refused, or gave other bytes back. Nothing was committed."""
 
     text: str
@@ -165,8 +164,8 @@ Event = (
     | SlotsSeen
     | SlotMade
     | MemoryRefused
-    | JobMoved
-    | JobEnded
+    | TaskMoved
+    | TaskEnded
     | Report
     | Order
     | KeeperTrouble
@@ -210,7 +209,7 @@ class MakeSlot:
 
 @dataclass(frozen=True)
 class FreeSlot:
-    """Close a slot that its trainer returned. A job that reads it goes on reading."""
+    """Close a slot that its trainer returned. A task that reads it goes on reading."""
 
     rank: int
     slot_id: int
@@ -227,8 +226,8 @@ class VoidSlot:
 
 @dataclass(frozen=True)
 class BeginJob:
-    """Serve a training with these settings from now on. Its levels take the place of the earlier ones, whose jobs are
-    abandoned, and commit nothing more. This is no ``Job``: no ``JobEnded`` follows.
+    """Serve a training with these settings from now on. Its levels take the place of the earlier ones, whose tasks were
+    cancelled.
     """
 
     settings: JobSettings
@@ -270,8 +269,8 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Job:
-    """Begin a job. Exactly one ``JobEnded`` follows, unless the job is abandoned."""
+class Task:
+    """Begin a task on a thread of its own. Exactly one ``TaskEnded`` follows, unless the thread hangs."""
 
     level: int
     number: int
@@ -279,17 +278,17 @@ class Job:
 
 
 @dataclass(frozen=True)
-class ListLevel(Job):
+class ListLevel(Task):
     """Find the stored snapshots of this node. ``Listed`` or ``Failed`` follows."""
 
 
 @dataclass(frozen=True)
-class ProbeLevel(Job):
-    """Try a small write. ``JobEnded`` or ``Failed`` follows."""
+class ProbeLevel(Task):
+    """Try a small write. ``TaskEnded`` or ``Failed`` follows."""
 
 
 @dataclass(frozen=True)
-class WriteLevel(Job):
+class WriteLevel(Task):
     """Store a step. ``StepStored``, ``Missed`` or ``Failed`` follows."""
 
     key: StepKey
@@ -300,14 +299,14 @@ class WriteLevel(Job):
 
 
 @dataclass(frozen=True)
-class DeleteFiles(Job):
-    """Delete files of this node. ``JobEnded`` or ``Failed`` follows."""
+class DeleteFiles(Task):
+    """Delete files of this node. ``TaskEnded`` or ``Failed`` follows."""
 
     keys: tuple[StepKey, ...]
 
 
 @dataclass(frozen=True)
-class SetNames(Job):
+class SetNames(Task):
     """Give names, and take names away. ``NamesSet`` or ``Failed`` follows."""
 
     added: tuple[NamedStep, ...]
@@ -315,19 +314,11 @@ class SetNames(Job):
 
 
 @dataclass(frozen=True)
-class CancelJob:
-    """The job must not commit any more; it ends soon, as ``Missed``."""
+class CancelTask:
+    """The task must begin no commit any more.
 
-    level: int
-    number: int
-
-
-@dataclass(frozen=True)
-class AbandonJob:
-    """The job hangs: leave its thread alone, and use a new one.
-
-    The thread begins no commit any more. ``JobEnded`` may still follow, and then tells that the thread returned. A step
-    that it stored all the same counts.
+    One that works ends soon, as ``Missed``. One that hangs may end late or never, and the next task begins meanwhile.
+    If ``TaskEnded`` follows, its thread returned. A step that it stored all the same counts.
     """
 
     level: int
@@ -359,9 +350,8 @@ Action = (
     | SetAwaitedStep
     | Hold
     | Release
-    | Job
-    | CancelJob
-    | AbandonJob
+    | Task
+    | CancelTask
     | Send
     | Finish
 )

@@ -58,7 +58,10 @@ class Coordinator:
     """Steps that redundancy must protect."""
     captures_left: set[StepKey] | None = None
     """Captures that all nodes have, once nobody trains any more; None as long as somebody does."""
+    gone: set[StepKey] = field(default_factory=set)
+    """Required steps that the slots do not have any more, while it is not known whether a level has them."""
     lost: set[StepKey] = field(default_factory=set)
+    """Required steps that neither the slots nor any level had when that was known of all levels."""
     is_drained: bool = False
     last_order: Order | None = None
     """The state that all nodes are to have."""
@@ -96,7 +99,7 @@ class Coordinator:
         """Return the times at which a level becomes due."""
         times = []
         for level in self.levels:
-            if level.every_n_steps is None and not level.is_under_way and level.due_at > now:
+            if level.settings.every_n_steps is None and not level.is_under_way and level.due_at > now:
                 times.append(level.due_at)
         return times
 
@@ -133,6 +136,7 @@ class Coordinator:
         if len(self.reports) == self.num_nodes:
             for level in self.levels:
                 self._count_level(level)
+            self._find_lost()
             if ranks and self._is_training_on_all():
                 self._give_up_what_is_gone(ranks)
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
@@ -187,9 +191,10 @@ class Coordinator:
         num_answered = 0
         progress = set()
         for report in level.reports:
-            if report.version == level.version:
-                num_answered += 1
-                progress.add(report.progress)
+            if report.version != level.version:
+                continue  # it is about an earlier grant
+            num_answered += 1
+            progress.add(report.progress)
         if num_answered == self.num_nodes and progress == {GrantProgress.STORED}:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):
@@ -201,7 +206,7 @@ class Coordinator:
                     self._lose(grant)
             # By time, the newest capture may have been granted, too. If steps are so short that it is missed, only a
             # grant further ahead is in time.
-            is_due_by_time = level.every_n_steps is None
+            is_due_by_time = level.settings.every_n_steps is None
             is_late = is_missed_step and (level.is_ahead or is_due_by_time) and not level.is_overtaken
             level.become_cancelled(grant, is_late=is_late)
 
@@ -291,9 +296,9 @@ class Coordinator:
             return False
         if level.is_redundancy:
             return level.passes_a_multiple(key)
-        if level.every_n_steps is None:
+        if level.settings.every_n_steps is None:
             return level.is_due(key.start, now)
-        return key.step % level.every_n_steps == 0
+        return key.step % level.settings.every_n_steps == 0
 
     def _takes_newest_begun(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
         """Return True if a level that is due by time is to store the newest capture that was begun.
@@ -301,7 +306,7 @@ class Coordinator:
         So the first capture is stored at once, however long a step takes. Where steps are so short that other nodes
         miss it, the next grant lies ahead.
         """
-        if level.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0:
+        if level.settings.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0:
             return False
         return not level.is_done_with(key) and is_in_memory(key, ranks) and not is_missed(key, ranks)
 
@@ -405,7 +410,7 @@ class Coordinator:
 
     def _may_copy(self, faster: int, index: int) -> bool:
         """Return False if a faster level has, of each node, only its share of what several nodes hold."""
-        return self.levels[index].is_shared or not self.levels[faster].is_shared
+        return self.levels[index].settings.is_shared or not self.levels[faster].settings.is_shared
 
     def _source_of(self, key: StepKey, index: int) -> int | None:
         """Return the next faster level that works and has this snapshot."""
@@ -427,9 +432,6 @@ class Coordinator:
     def _may_read_slots(self, key: StepKey) -> bool:
         """Return True if no grant under way reads another step from slots."""
         return self._key_that_is_read() in (None, key)
-
-    def _is_stored_somewhere(self, key: StepKey) -> bool:
-        return any(key in level.complete for level in self.levels if not level.is_redundancy)
 
     # What must be stored
 
@@ -472,22 +474,22 @@ class Coordinator:
                     self._give_up(level, key)
 
     def _may_be_copied(self, key: StepKey, index: int) -> bool:
-        """Return True if a faster level has this snapshot, or is granted it. It may have to work again first."""
+        """Return True if a faster level may have this snapshot, or is granted it. It may have to work again first."""
         if self.levels[index].is_redundancy:
             return False
         for faster in range(index):
             level = self.levels[faster]
             is_being_stored = level.is_under_way and level.grant == key
-            if (key in level.complete or is_being_stored) and self._may_copy(faster, index):
+            may_have = not level.is_open or key in level.complete
+            if (may_have or is_being_stored) and self._may_copy(faster, index):
                 return True
         return False
 
     def _give_up_what_nobody_has(self) -> None:
         """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
-        storage = [level for level in self.levels if not level.is_redundancy]
-        if self.captures_left is None or not all(level.is_open for level in storage):
-            return  # what a level has that is not open yet is not known
-        for index, level in enumerate(storage):
+        if self.captures_left is None or not self._is_storage_open():
+            return
+        for index, level in enumerate(self._storage):
             for key in self._required_at(index) - self.captures_left - level.complete:
                 if self._source_of(key, index) is None:
                     self._give_up(level, key)
@@ -499,10 +501,27 @@ class Coordinator:
             self._lose(key)
 
     def _lose(self, key: StepKey) -> None:
-        """The slots do not have a required step any more: it is lost if no level has it."""
-        if not self._is_stored_somewhere(key):
-            self.lost.add(key)
-            self.lost = set(sorted(self.lost)[-MAX_REMEMBERED:])
+        """The slots do not have a required step any more."""
+        self.gone.add(key)
+        self._find_lost()
+
+    def _find_lost(self) -> None:
+        """Count what is gone as lost, unless a level has it."""
+        if not self._is_storage_open():
+            return
+        for key in self.gone:
+            if not any(key in level.complete for level in self._storage):
+                self.lost.add(key)
+        self.gone.clear()
+        self.lost = set(sorted(self.lost)[-MAX_REMEMBERED:])
+
+    @property
+    def _storage(self) -> list[LevelGrants]:
+        return [level for level in self.levels if not level.is_redundancy]
+
+    def _is_storage_open(self) -> bool:
+        """Return True if it is known of each level what it has."""
+        return all(level.is_open for level in self._storage)
 
     def _keys_to_drain(self, index: int) -> set[StepKey]:
         """Return what a level must store when nobody trains any more.

@@ -18,22 +18,21 @@ from lazysnap.core.actions import (
     ConnectionLost,
     Event,
     Finish,
-    JobEnded,
-    JobMoved,
     KeeperTrouble,
     MemoryRefused,
     PlainEvent,
     ProcessDied,
     Release,
     SendToTrainer,
-    SetAwaitedStep,
     SetPeers,
     SlotMade,
     SlotsSeen,
+    Task,
+    TaskEnded,
+    TaskMoved,
     TrainerReported,
 )
 from lazysnap.core.job import JobCore
-from lazysnap.core.jobs import Threads
 from lazysnap.core.lifecycle import Lifecycle, Phase
 from lazysnap.core.messages import KeeperAlert, KeeperState, Order, PeerSettings, Report
 from lazysnap.core.ranks import Presence, Rank, Ranks
@@ -45,11 +44,11 @@ MAX_TROUBLES = 8
 class Core:
     """The decisions of one keeper. See the module's docstring."""
 
-    def __init__(self, coordinator_number: int, now: float, pid: int = 0) -> None:
+    def __init__(self, first_number: int, now: float, pid: int = 0) -> None:
         """Begin with nothing.
 
         Args:
-            coordinator_number: random; the first one of the coordinators that this keeper makes.
+            first_number: random; the first of the numbers of coordinators and of tasks of levels.
             now: seconds of a monotonic clock.
             pid: the process of the keeper, for people.
         """
@@ -60,13 +59,12 @@ class Core:
         self.lifecycle = Lifecycle(now)
         self.job_start = 0
         """The newest start of which a trainer came."""
-        self._threads = Threads()
-        self._coordinator_numbers = itertools.count(coordinator_number)
+        self._numbers = itertools.count(first_number)
+        self._abandoned: dict[str, dict[int, Task]] = {}
+        """See ``JobCore``."""
         self._pid = pid
         self._peers: PeerSettings | None = None
         self._is_serving_peers = False
-        self._awaited_step: int | None = 0
-        """As the node page has it. A new page awaits every capture."""
         self._troubles: list[str] = []
         self._decide_at: float | None = min(self.lifecycle.deadlines())
         """Time at which something is to be decided without any other event."""
@@ -140,13 +138,13 @@ class Core:
                 self.ranks.rank(event.rank).slot_made()
             case MemoryRefused():
                 self.ranks.rank(event.rank).memory_refused(event.text, self.now)
-            case JobMoved():
+            case TaskMoved():
                 if self.job is not None:
-                    self.job.job_moved(event.number, self.now)
+                    self.job.task_moved(event.number, self.now)
                 return False
-            case JobEnded():
+            case TaskEnded():
                 if self.job is not None:
-                    self.job.job_ended(event, self.now)
+                    self.job.task_ended(event, self.now)
             case PlainEvent.PEER_UP:
                 if self.job is not None:
                     self.job.peer_up(self.now)
@@ -203,7 +201,7 @@ class Core:
             return
         if self.job is not None:
             self._actions += self.job.abandon_all()
-        self.job = JobCore(settings, self._threads, self._coordinator_numbers, self.now)
+        self.job = JobCore(settings, self._numbers, self._abandoned, self.now)
         self._actions.append(BeginJob(settings))
 
     # Decisions
@@ -216,9 +214,6 @@ class Core:
             is_draining = self.phase is Phase.DRAINING
             self.job.find_coordinator(self.now, is_served=self.is_served, is_draining=is_draining)
             self._actions += self.job.decide(self.ranks.views(self.job.settings), self.ranks.wants, self.now)
-            if self.job.awaited_step != self._awaited_step:
-                self._awaited_step = self.job.awaited_step
-                self._actions.append(SetAwaitedStep(self._awaited_step))
             self._release_former(self.job)
         for rank in self.ranks.all:
             make_slot = rank.slot_to_make(self.now)
@@ -241,7 +236,7 @@ class Core:
             return
         starts = set()  # those of which there are snapshots
         if job.node.storage:
-            for key in job.node.storage[0].complete:
+            for key in job.node.storage[0].order.complete:
                 starts.add(key.start)
             is_replaced = self.job_start in starts
         else:
@@ -283,9 +278,9 @@ class Core:
             protected=job.protected,
             names=job.given_names(),
             name_refusals=job.name_refusals,
-            lost=tuple(sorted(job.node.lost)),
+            lost=job.node.order.lost,
             alerts=tuple(alerts),
-            is_preempted=job.is_preempted or wants.is_preempted,
+            is_preempted=job.node.order.is_preempted or wants.is_preempted,
             is_serving_peers=self._is_serving_peers,
         )
 
@@ -321,6 +316,6 @@ class Core:
         is_drained = True
         do_all_know = True
         if self.job is not None:
-            is_drained = self.job.node.is_drained and self.job.is_idle(self.ranks.wants)
+            is_drained = self.job.node.order.is_drained and self.job.is_idle(self.ranks.wants)
             do_all_know = self.job.coordinator is None or self.job.coordinator.is_finished()
         self.lifecycle.drained(self.now, is_drained=is_drained, do_all_know=do_all_know)

@@ -1,12 +1,10 @@
 """What does a keeper store, and when? Pure: the levels, grants and redundancy of one training.
 
-``jobs`` has the work on the threads of levels. That is called a job, too: ``job_ended`` and ``job_moved`` are about it.
-
 ::
 
     decide, until nothing changes any more:
         node         which grants are missed, which slots are to be held?
-        jobs         what does each level do next?
+        tasks        what does each level do next?
         report       to the coordinator: of another node by a message, the own one at once
         coordinator  what is complete, which step is granted next?  ──order──> node
 
@@ -19,9 +17,8 @@ from collections.abc import Iterator, Sequence
 import xxhash
 from msgspec import json, structs
 
-from lazysnap.core.actions import Action, Hold, JobEnded, Release, Send
+from lazysnap.core.actions import Action, Hold, Release, Send, SetAwaitedStep, Task, TaskEnded
 from lazysnap.core.coordinator import Coordinator
-from lazysnap.core.jobs import LevelJobs, Threads
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
     GrantProgress,
@@ -36,7 +33,7 @@ from lazysnap.core.messages import (
 )
 from lazysnap.core.node import Node, NodeLevel, RankView, key_of, newest_begun, whole_on_all
 from lazysnap.core.ranks import Wants, num_spare_slots
-from lazysnap.core.retention import Retention
+from lazysnap.core.tasks import LevelTasks
 
 HEARTBEAT_S = 1.0
 """A node that sent nothing for so long repeats its state: a lost message costs a second, and needs no other care."""
@@ -59,32 +56,38 @@ class JobCore:
     There is a new one when a start has other settings than the one before.
     """
 
-    def __init__(self, settings: JobSettings, threads: Threads, numbers: Iterator[int], now: float) -> None:
+    def __init__(
+        self, settings: JobSettings, numbers: Iterator[int], abandoned: dict[str, dict[int, Task]], now: float
+    ) -> None:
         """Begin with nothing known.
 
         Args:
             settings: those of all ranks of the node.
-            threads: of the keeper, also those of settings before these.
-            numbers: of the coordinators that this keeper makes, each used once.
+            numbers: for coordinators and for tasks of levels; the keeper uses none twice.
+            abandoned: tasks whose threads have not returned, by name of the level and number. They may be of settings
+                before these.
             now: seconds of a monotonic clock.
         """
         self.settings = settings
-        self._threads = threads
+        self._numbers = numbers
+        self._abandoned = abandoned
         self.digest = _digest(settings)
-        self.node = Node(_storage_levels(settings), _redundancy_level(settings))
-        self.level_jobs = [LevelJobs(index, self.node, threads) for index in range(len(self.node.levels))]
+        storage = tuple(NodeLevel(level) for level in settings.levels)
+        redundancy = None
+        if settings.redundancy is not None:
+            redundancy = NodeLevel(settings.redundancy.level, is_redundancy=True)
+        self.node = Node(storage, redundancy)
+        self.level_tasks = []
+        for index, level in enumerate(self.node.levels):
+            of_level = abandoned.setdefault(level.settings.url, {})
+            self.level_tasks.append(LevelTasks(index, self.node, numbers, of_level))
         self.coordinator: Coordinator | None = None
         """On node 0, or where a node stores alone."""
-        self.is_preempted = False
-        """True if the processes of some rank of some node are about to be killed."""
-        self._coordinator_numbers = numbers
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
-        self.awaited_step: int | None = 0
-        """The step from which on captures are awaited; None: none is."""
+        self._awaited_step: int | None = -1
+        """The step from which on captures are awaited, as the node page has it; None: none is. -1: not known yet."""
         self._sent_report: Report | None = None
-        self._obeyed: Order | None = None
-        """The last order that this node took."""
         self._repeat_at = now
         """Time at which the state is repeated for other nodes. It moves on whenever a new one is sent."""
         self._received_at = now
@@ -117,31 +120,27 @@ class JobCore:
         if isinstance(message, Report):
             if self.coordinator is not None:
                 is_new = self.coordinator.receive(message)
-        elif self.coordinator is None and message != self._obeyed:
-            self._obey(message)
+        elif self.coordinator is None and message != self.node.order:
+            self.node.obey(message)
             is_new = True
         return is_new or was_silent
 
-    def _obey(self, order: Order) -> None:
-        self._obeyed = order
-        self.node.obey(order)
-        self.is_preempted = order.is_preempted
-
-    def job_ended(self, event: JobEnded, now: float) -> None:
-        """A job of a level ended, perhaps one of the settings before these."""
-        for level in self.level_jobs:
+    def task_ended(self, event: TaskEnded, now: float) -> None:
+        """A task of a level ended, perhaps one of the settings before these."""
+        for level in self.level_tasks:
             level.ended(event, now)
-        self._threads.forget(event.number)
+        for abandoned in self._abandoned.values():
+            abandoned.pop(event.number, None)
 
-    def job_moved(self, number: int, now: float) -> None:
-        """A job moved some bytes."""
-        for level in self.level_jobs:
+    def task_moved(self, number: int, now: float) -> None:
+        """A task moved some bytes."""
+        for level in self.level_tasks:
             level.moved(number, now)
 
     def abandon_all(self) -> list[Action]:
-        """Give up all jobs: another job takes the place of this one."""
+        """Give up all tasks: another job takes the place of this one."""
         actions: list[Action] = []
-        for level in self.level_jobs:
+        for level in self.level_tasks:
             actions += level.abandon()
         return actions
 
@@ -157,7 +156,7 @@ class JobCore:
             times.append(self._protected_at + UNPROTECTED_S)
         if self._may_become_alone(is_draining=is_draining):
             times.append(self._received_at + SILENCE_S)
-        for level in self.level_jobs:
+        for level in self.level_tasks:
             times += level.deadlines()
         if self.coordinator is not None:
             times += self.coordinator.deadlines(now)
@@ -166,16 +165,11 @@ class JobCore:
     # The coordinator
 
     def _new_coordinator(self, num_nodes: int, *, is_alone: bool = False) -> Coordinator:
-        levels = []
-        for level in self.settings.levels:
-            levels.append(LevelGrants.of_level(level))
-        if self.settings.redundancy is not None:
-            levels.append(LevelGrants.of_redundancy(self.settings.redundancy))
         return Coordinator(
-            next(self._coordinator_numbers),
+            next(self._numbers),
             self.digest,
             num_nodes,
-            tuple(levels),
+            tuple(LevelGrants(level.settings, level.is_redundancy) for level in self.node.levels),
             self.settings.capture_every_n_steps,
             is_alone,
         )
@@ -202,7 +196,6 @@ class JobCore:
             self._received_at = now
             if self._is_alone:  # the job goes on, and with it the other nodes
                 self.coordinator = None
-                self._obeyed = None
                 self.node.forget_orders()
                 if self.settings.node == COORDINATOR_NODE:
                     self.coordinator = self._new_coordinator(self.settings.num_nodes)
@@ -229,13 +222,16 @@ class JobCore:
             unanswered = self.node.unanswered(wants.required, wants.names)
             self.node.find_missed(ranks, unanswered)
             self._hold_slots(ranks, unanswered)
-            for index, level in enumerate(self.level_jobs):
+            for index, level in enumerate(self.level_tasks):
                 self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
                 break
-            self._obey(order)
-        self.awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
+            self.node.obey(order)
+        awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
+        if awaited_step != self._awaited_step:
+            self._awaited_step = awaited_step
+            self._actions.append(SetAwaitedStep(awaited_step))
         self._note_protection(ranks, now)
         return self._actions
 
@@ -244,7 +240,7 @@ class JobCore:
 
         It stays required until it is stored or lost: a newer one at each step would overtake it before it is stored.
         """
-        if not (wants.is_preempted or self.is_preempted):
+        if not (wants.is_preempted or self.node.order.is_preempted):
             self._rescued = None
             return wants
         if self._rescued is None or not self.node.unanswered([self._rescued], ()):
@@ -271,14 +267,14 @@ class JobCore:
         return Report(
             node=node,
             job=self.digest,
-            coordinator=self.node.coordinator,
+            coordinator=self.node.order.coordinator,
             levels=tuple(level.report() for level in self.node.levels),
             required=wants.required,
             names=wants.names,
             protect=wants.protect,
             is_preempted=wants.is_preempted,
             left=captures_left,
-            knows_drained=self.node.is_drained,
+            knows_drained=self.node.order.is_drained,
         )
 
     def _exchange(self, report: Report, ranks: Sequence[RankView], now: float) -> Order | None:
@@ -354,15 +350,16 @@ class JobCore:
         for key in unanswered:
             steps.append(key.step)
         for level in self.node.levels:
-            if level.progress is GrantProgress.WAITING and level.grant is not None and level.source is None:
-                steps.append(level.grant.step)
-        if self.is_preempted or any(rank.awaits_first for rank in ranks):
+            order = level.order
+            if level.progress is GrantProgress.WAITING and order.grant is not None and order.source is None:
+                steps.append(order.grant.step)
+        if self.node.order.is_preempted or any(rank.awaits_first for rank in ranks):
             steps.append(0)
         return min(steps, default=None)
 
     def is_idle(self, wants: Wants) -> bool:
         """Return True if no level has anything left to do."""
-        for index, level in enumerate(self.level_jobs):
+        for index, level in enumerate(self.level_tasks):
             if not level.is_idle(self._names_at(index, wants), wants.released):
                 return False
         return True
@@ -372,19 +369,19 @@ class JobCore:
     def level_states(self, *, has_progress: bool) -> tuple[LevelState, ...]:
         """Return the state of each storage level. ``has_progress``: True if somebody waits for a step."""
         states = []
-        for level, jobs in zip(self.node.storage, self.level_jobs, strict=False):
+        for level, tasks in zip(self.node.storage, self.level_tasks, strict=False):
             writing = None
             if has_progress:
-                writing = jobs.writing
+                writing = tasks.writing
             states.append(
                 LevelState(
-                    complete=level.complete,
-                    given_up=tuple(sorted(level.given_up)),
+                    complete=level.order.complete,
+                    given_up=level.order.given_up,
                     is_listed=level.progress is not GrantProgress.LISTING,
-                    is_failing=level.is_failing or level.is_failing_somewhere,
-                    failure=jobs.failure,
-                    failed_step=jobs.failed_step,
-                    num_failures=jobs.num_failures,
+                    is_failing=bool(level.failure) or level.order.is_failing,
+                    failure=level.failure,
+                    failed_step=tasks.failed_step,
+                    num_failures=tasks.num_failures,
                     writing=writing,
                 )
             )
@@ -396,13 +393,13 @@ class JobCore:
         redundancy = self.node.redundancy
         if redundancy is None:
             return None
-        return max(redundancy.complete, default=None)
+        return max(redundancy.order.complete, default=None)
 
     @property
     def name_refusals(self) -> tuple[NameRefusal, ...]:
         """Names that a level does not take as they are."""
         refusals: list[NameRefusal] = []
-        for level in self.level_jobs:
+        for level in self.level_tasks:
             refusals += level.name_refusals
         return tuple(refusals)
 
@@ -424,7 +421,7 @@ class JobCore:
         level = self.node.levels[index]
         if not level.is_ready or named in level.names:
             return False
-        return level.progress is GrantProgress.LISTING or self.level_jobs[index].may_give(named)
+        return level.progress is GrantProgress.LISTING or self.level_tasks[index].may_give(named)
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
         """Note whether something is due to be protected, and was not yet."""
@@ -454,7 +451,7 @@ class JobCore:
         if silent and not self._is_alone:
             alerts.append(KeeperAlert("links", _unreached(self.settings.node, silent, address)))
         if self.settings.redundancy is not None and now >= self._protected_at + UNPROTECTED_S:
-            reason = self.level_jobs[-1].failure or "a node of its group, or of another one, has no parity yet"
+            reason = self.node.levels[-1].failure or "a node of its group, or of another one, has no parity yet"
             if silent:
                 reason = f"no link to the keeper of node {min(silent)}"
             alerts.append(KeeperAlert("protection", f"nothing was protected for {UNPROTECTED_S:.0f} s: {reason}"))
@@ -481,20 +478,6 @@ def _unreached(node: int, silent: list[int], address: str) -> str:
         f"{address}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach each "
         "other there; the address is that of MASTER_ADDR"
     )
-
-
-def _storage_levels(settings: JobSettings) -> tuple[NodeLevel, ...]:
-    levels = []
-    for level in settings.levels:
-        levels.append(NodeLevel(level.url, Retention.of_level(level), level.timeout_s))
-    return tuple(levels)
-
-
-def _redundancy_level(settings: JobSettings) -> NodeLevel | None:
-    redundancy = settings.redundancy
-    if redundancy is None:
-        return None
-    return NodeLevel("redundancy", Retention(keep_last=1), redundancy.timeout_s, is_redundancy=True)
 
 
 def _digest(settings: JobSettings) -> int:

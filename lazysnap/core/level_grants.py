@@ -10,7 +10,6 @@ from lazysnap.core.messages import (
     LevelOrder,
     LevelReport,
     LevelSettings,
-    RedundancySettings,
     StepKey,
 )
 
@@ -23,13 +22,9 @@ MAX_REMEMBERED = 256
 class LevelGrants:
     """The coordinator's state of one level, or of redundancy."""
 
-    keep_last: int
-    every_n_steps: int | None
-    every_s: float
+    settings: LevelSettings
     is_redundancy: bool = False
     """True for redundancy: only what all nodes have now is complete."""
-    is_shared: bool = True
-    """True if all nodes see the same place there."""
     reports: list[LevelReport] = field(default_factory=list)
     """The newest one of each node."""
     is_listing: bool = True
@@ -65,16 +60,6 @@ class LevelGrants:
     due_start: int = 0
     """The start for which ``due_at`` was set; 0: none. In any other one the level is due at once."""
     due_at: float = 0.0
-
-    @classmethod
-    def of_level(cls, settings: LevelSettings) -> "LevelGrants":
-        """Return the state of a storage level."""
-        return cls(settings.keep_last, settings.every_n_steps, settings.every_s, is_shared=settings.is_shared)
-
-    @classmethod
-    def of_redundancy(cls, settings: RedundancySettings) -> "LevelGrants":
-        """Return the state of redundancy."""
-        return cls(1, settings.every_n_steps, 0.0, is_redundancy=True)
 
     @property
     def is_under_way(self) -> bool:
@@ -152,27 +137,27 @@ class LevelGrants:
 
     def is_due(self, start: int, now: float) -> bool:
         """Return True if it is time for a snapshot. A level with a number of steps is due whenever that is reached."""
-        return self.every_n_steps is not None or self.due_start != start or now >= self.due_at
+        return self.settings.every_n_steps is not None or self.due_start != start or now >= self.due_at
 
     def was_granted_at(self, start: int, now: float) -> None:
         """Note that a snapshot that was due is under way."""
         self.due_start = start
-        self.due_at = now + self.every_s
+        self.due_at = now + self.settings.every_s
 
     def next_step(self, begun: int, capture_every: int) -> int:
         """Return a step that will be captured and is due here, more than ``margin_steps`` after ``begun``."""
-        every = math.lcm(self.every_n_steps or 1, capture_every)
+        every = math.lcm(self.settings.every_n_steps or 1, capture_every)
         return (max(0, begun + self.margin_steps) // every + 1) * every
 
     def passes_a_multiple(self, key: StepKey) -> bool:
         """Return True if a step that is due lies between the newest complete snapshot and this one."""
-        if self.every_n_steps is None:
+        if self.settings.every_n_steps is None:
             return True
         newest = -1
         for complete in self.complete:
             if complete.start == key.start:
                 newest = max(newest, complete.step)
-        return key.step // self.every_n_steps > newest // self.every_n_steps
+        return key.step // self.settings.every_n_steps > newest // self.settings.every_n_steps
 
     def order(self, required: Collection[StepKey], named: Collection[StepKey]) -> LevelOrder:
         """Return this state for the nodes. Old cancelled steps are forgotten here.
@@ -181,7 +166,7 @@ class LevelGrants:
             required: steps that somebody wants stored.
             named: snapshots that have a name there, or are to get one.
         """
-        newest = sorted(self.complete)[-max(MAX_IN_MESSAGE, self.keep_last + 1) :]
+        newest = sorted(self.complete)[-max(MAX_IN_MESSAGE, self.settings.keep_last + 1) :]
         answered = self.complete & {*required, *named}
         self.cancelled = set(sorted(self.cancelled)[-MAX_IN_MESSAGE:])
         return LevelOrder(

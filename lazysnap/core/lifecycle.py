@@ -4,6 +4,7 @@
 
     WAITING ──a trainer──> SERVING       WAITING ──time is up, or SIGTERM──> DRAINING
     WAITING or LINGERING ──trainers came, and all they said is that training is over──> DRAINING
+    WAITING ──a trainer came, and all it said is that it left a capture──> LINGERING
 
     SERVING ──the last trainer died──> LINGERING ──time is up, or SIGTERM──> DRAINING ──> OVER
        ▲ │                                 │                                    │ ▲
@@ -64,17 +65,18 @@ class Lifecycle:
         """
         if self.phase is Phase.OVER:
             return
-        is_time_up = self.is_terminated or now >= self._deadline()
+        is_time_up = now >= self._deadline()
+        may_linger = self.phase in (Phase.WAITING, Phase.SERVING) and not self.is_terminated
+        is_wait_over = self.phase is Phase.SERVING or self.is_terminated or is_training_over or is_time_up
         if is_served:
             self._become(Phase.SERVING, now)
-        elif self.phase in (Phase.WAITING, Phase.LINGERING) and (is_time_up or is_training_over):
-            self._become(Phase.DRAINING, now)
-        elif self.phase is Phase.SERVING and is_restart_expected and not self.is_terminated:
+        elif self.phase is Phase.DRAINING:
+            if is_time_up:
+                self._become(Phase.OVER, now)
+        elif may_linger and is_restart_expected:
             self._become(Phase.LINGERING, now)
-        elif self.phase is Phase.SERVING:
+        elif is_wait_over:
             self._become(Phase.DRAINING, now)
-        elif self.phase is Phase.DRAINING and now >= self._deadline():
-            self._become(Phase.OVER, now)
 
     def drained(self, now: float, *, is_drained: bool, do_all_know: bool) -> None:
         """End the keeper if everything is stored.

@@ -18,8 +18,7 @@ Words of ``core``:
 * A *snapshot* is one step of one start on a level. A *capture* is the same step in the memory of one rank.
 * A *grant* is the coordinator's order to store one step at one level.
 * A step is *required* if a trainer wants it at every level, and *answered* once every level has it or gave it up.
-* *Job* has two meanings. That of a keeper is the training that it serves: ``JobSettings``, ``BeginJob``, ``JobCore``.
-  That of a level is one piece of work on its thread: ``actions.Job``, ``JobEnded``, ``LevelJobs``.
+* A *job* is the training that a keeper serves. A *task* is one piece of work at a level, on a thread of its own.
 """
 
 import enum
@@ -71,7 +70,7 @@ class LevelSettings(Struct, frozen=True):
     keep_every_n_steps: int | None = None
     """Complete snapshots of these steps are never deleted."""
     timeout_s: float = 120.0
-    """A job that moves no byte for so long is given up, and the level counts as failed."""
+    """A task that moves no byte for so long is given up, and the level counts as failed."""
     is_shared: bool = True
     """True if all nodes see the same place there."""
     max_bytes_per_s: int | None = None
@@ -91,6 +90,11 @@ class RedundancySettings(Struct, frozen=True):
     """Nodes of all groups that may be lost. What more nodes hold needs no parity."""
     block_bytes: int = 1 << 20
     max_bytes_per_s: int | None = None
+
+    @property
+    def level(self) -> LevelSettings:
+        """Redundancy as one more level, whose files are parity in memory."""
+        return LevelSettings("redundancy", every_n_steps=self.every_n_steps, keep_last=1, timeout_s=self.timeout_s)
 
 
 class JobSettings(Struct, frozen=True):
@@ -212,9 +216,9 @@ class LevelState(Struct, frozen=True):
     is_failing: bool = False
     """True while the level does not work on some node, this one or another."""
     failure: str = ""
-    """Why the last job of this node failed; empty while the level works here."""
+    """Why the last task of this node failed; empty while the level works here."""
     failed_step: int | None = None
-    """The step that it did not store; None: it was another job."""
+    """The step that it did not store; None: it was another task."""
     num_failures: int = 0
     """Steps that were not stored since the keeper began the job."""
     writing: StepKey | None = None
@@ -287,7 +291,7 @@ class GrantProgress(enum.Enum):
     """The node does not know yet which files it has. It follows no grant, and nothing is counted or deleted there."""
     IDLE = "idle"
     WAITING = "waiting"
-    """The write has not begun: not all ranks of the node hold the capture, or the thread of the level is busy, or the
+    """The write has not begun: not all ranks of the node hold the capture, or another task of the level runs, or the
     level does not work now.
     """
     WRITING = "writing"
@@ -306,13 +310,13 @@ class LevelReport(Struct, frozen=True, array_like=True):
     grant: StepKey | None
     progress: GrantProgress
     is_ready: bool
-    """False from a failed job until a small write works. Nothing is granted then."""
+    """False from a failed task until a small write works. Nothing is granted then."""
     stored: tuple[StepKey, ...]
     """Snapshots of which this node stored its part, the newest first."""
     names: tuple[NamedStep, ...] = ()
     """Names that are given there."""
     is_failing: bool = False
-    """True from a failed job until a real job works: a small write that works is not enough."""
+    """True from a failed task until a real task works: a small write that works is not enough."""
 
 
 class Report(Struct, frozen=True, tag="report"):

@@ -7,19 +7,24 @@ slots are held for it, and what does the node report? ``messages.GrantProgress``
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from lazysnap.core.messages import (
     MAX_STORED_REPORTED,
     GrantProgress,
     LevelOrder,
     LevelReport,
+    LevelSettings,
     NamedStep,
     Order,
     StepKey,
 )
 from lazysnap.core.retention import Retention
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
+
+NO_LEVEL_ORDER = LevelOrder(0, None, None, (), (), (), (), is_overtaken=False, is_open=False)
+NO_ORDER = Order(job=0, coordinator=0, levels=(), may_delete=False)
+"""Before the first order nothing is granted, complete or deleted."""
 
 
 class RankView(Struct, frozen=True):
@@ -128,31 +133,22 @@ def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
 class NodeLevel:
     """The node's state of one level, or of redundancy. Each transition of ``GrantProgress`` is a method."""
 
-    name: str
-    """For people: the path, or ``redundancy``."""
-    retention: Retention
-    timeout_s: float
+    settings: LevelSettings
     is_redundancy: bool = False
     """True for redundancy: what is stored is lost with the keeper, and its slots are held along with it."""
     progress: GrantProgress = GrantProgress.LISTING
-    grant: StepKey | None = None
-    source: int | None = None
-    """The level that the granted step is copied from; None: the slots."""
-    version: int = 0
-    is_overtaken: bool = False
-    """True if a required step is to be read from the slots before the granted one."""
-    is_open: bool = False
+    order: LevelOrder = NO_LEVEL_ORDER
+    """The last order. From a coordinator that does not know yet what is stored it has the version alone."""
     is_ready: bool = True
     has_slots: bool = True
     """False for redundancy where a rank has no slot to spare: nothing is held, counted or granted then."""
-    is_failing: bool = False
-    """True from a failed job until a real job works: a small write that works is not enough."""
-    is_failing_somewhere: bool = False
-    """True while that is so on any node, by the last order."""
+    failure: str = ""
+    """Why the last task failed, until a real task works: a small write that works is not enough. Else empty."""
     stored: set[StepKey] = field(default_factory=set)
     """Invariant: this node's part of each of these was committed and read back, and its deletion has not begun."""
     leftovers: set[StepKey] = field(default_factory=set)
-    """Snapshots of which a dead keeper, or a job that failed, may have left files. Invariant: disjoint from ``stored``.
+    """Snapshots of which a dead keeper, or a task that failed, may have left files.
+    Invariant: disjoint from ``stored``.
     """
     unusable: set[StepKey] = field(default_factory=set)
     """Snapshots with committed files of this node that do not count. They go when as many newer ones are complete as
@@ -160,11 +156,11 @@ class NodeLevel:
     """
     names: set[NamedStep] = field(default_factory=set)
     """Names that are given there. Node 0 alone gives them, so other nodes know none."""
-    complete: tuple[StepKey, ...] = ()
-    """As in the last order."""
-    cancelled: frozenset[StepKey] = frozenset()
-    given_up: frozenset[StepKey] = frozenset()
-    named: frozenset[StepKey] = frozenset()
+
+    @property
+    def grant(self) -> StepKey | None:
+        """The granted step."""
+        return self.order.grant
 
     @property
     def wanted_key(self) -> StepKey | None:
@@ -180,7 +176,7 @@ class NodeLevel:
         Parity is worth nothing without the slots it is of, and a node that has its parity does not know yet whether the
         others have theirs.
         """
-        if self.source is not None:
+        if self.order.source is not None:
             return None
         if self.is_redundancy and self.progress is GrantProgress.STORED:
             return self.grant
@@ -188,39 +184,28 @@ class NodeLevel:
 
     def is_done_with(self, key: StepKey) -> bool:
         """Return True if a step is complete here, or will never be."""
-        return key in self.complete or key in self.given_up
+        return key in self.order.complete or key in self.order.given_up
 
     def obey(self, order: LevelOrder) -> None:
         """Take the coordinator's order. A write of another grant does not count from now on."""
-        self.version = order.version
-        self.is_overtaken = order.is_overtaken
-        self.is_failing_somewhere = order.is_failing
-        self.is_open = order.is_open
-        if not order.is_open:
-            return
-        self.complete = order.complete
-        self.cancelled = frozenset(order.cancelled)
-        self.given_up = frozenset(order.given_up)
-        self.named = frozenset(order.named)
-        if (order.grant, order.source) != (self.grant, self.source):
-            self.grant = order.grant
-            self.source = order.source
-            if self.progress is not GrantProgress.LISTING:
-                self._follow_grant()
+        if not order.is_open:  # what the coordinator does not know yet is as it was before
+            order = structs.replace(
+                self.order,
+                version=order.version,
+                is_overtaken=order.is_overtaken,
+                is_open=False,
+                is_failing=order.is_failing,
+            )
+        self._follow(order)
 
     def forget_orders(self) -> None:
         """No order is known, as at the beginning. What is stored stays so."""
-        self.version = 0
-        self.is_overtaken = False
-        self.is_failing_somewhere = False
-        self.is_open = False
-        self.complete = ()
-        self.cancelled = frozenset()
-        self.given_up = frozenset()
-        self.named = frozenset()
-        self.grant = None
-        self.source = None
-        if self.progress is not GrantProgress.LISTING:
+        self._follow(NO_LEVEL_ORDER)
+
+    def _follow(self, order: LevelOrder) -> None:
+        is_other_grant = (order.grant, order.source) != (self.order.grant, self.order.source)
+        self.order = order
+        if is_other_grant and self.progress is not GrantProgress.LISTING:
             self._follow_grant()
 
     def _follow_grant(self) -> None:
@@ -256,7 +241,7 @@ class NodeLevel:
         self._follow_grant()
 
     def become_writing(self) -> None:
-        """A job writes the granted step. Its source stays meanwhile."""
+        """A task writes the granted step. Its source stays meanwhile."""
         assert self.progress is GrantProgress.WAITING
         self.progress = GrantProgress.WRITING
 
@@ -273,13 +258,13 @@ class NodeLevel:
         if key == self.wanted_key:
             self.progress = GrantProgress.MISSED
 
-    def become_failed(self) -> None:
-        """A job failed or hangs, whichever it was. The level gets no grant before a small write works.
+    def become_failed(self, text: str) -> None:
+        """A task failed or hangs, whichever it was, for the reason in ``text``. No grant before a small write works.
 
-        Its present grant is given up: other levels wait until its step is read.
+        The present grant is given up: other levels wait until its step is read.
         """
         self.is_ready = False
-        self.is_failing = True
+        self.failure = text
         if self.progress in (GrantProgress.WAITING, GrantProgress.WRITING):
             self.progress = GrantProgress.FAILED
 
@@ -298,14 +283,15 @@ class NodeLevel:
 
     def expired(self) -> list[StepKey]:
         """Return the snapshots that need not stay, oldest first. What is granted or has a name stays."""
-        if not self.is_open or self.progress is GrantProgress.LISTING:
+        if not self.order.is_open or self.progress is GrantProgress.LISTING:
             return []
-        spared = {self.grant, *self.named}
+        spared = {self.grant, *self.order.named}
         for named in self.names:
             spared.add(named.key)
         keys = sorted(self.leftovers - {self.grant})
+        retention = Retention.of_level(self.settings)
         for key in sorted((self.stored | self.unusable) - spared):
-            if self.retention.may_delete(key, self.complete, self.cancelled):
+            if retention.may_delete(key, self.order.complete, self.order.cancelled):
                 keys.append(key)
         return keys
 
@@ -320,7 +306,9 @@ class NodeLevel:
         newest = sorted(self.stored, reverse=True)[:MAX_STORED_REPORTED]
         names = tuple(sorted(self.names))
         is_ready = self.is_ready and self.has_slots
-        return LevelReport(self.version, self.grant, self.progress, is_ready, tuple(newest), names, self.is_failing)
+        return LevelReport(
+            self.order.version, self.grant, self.progress, is_ready, tuple(newest), names, bool(self.failure)
+        )
 
 
 @dataclass
@@ -333,12 +321,8 @@ class Node:
     """The level that stands for parity."""
     levels: tuple[NodeLevel, ...] = field(init=False)
     """Those of storage; then redundancy, if there is any."""
-    coordinator: int = 0
-    """The coordinator that is obeyed."""
-    lost: frozenset[StepKey] = frozenset()
-    is_drained: bool = False
-    """As in the last order."""
-    may_delete: bool = False
+    order: Order = NO_ORDER
+    """The last order."""
     is_choosing: bool = False
     """True while a trainer restores: what would be deleted now may be what it chooses."""
     protected: StepKey | None = None
@@ -367,23 +351,17 @@ class Node:
 
     def obey(self, order: Order) -> None:
         """Take an order. Losing one, or taking one twice, changes nothing."""
-        self.coordinator = order.coordinator
-        self.lost = frozenset(order.lost)
-        self.is_drained = order.is_drained
-        self.may_delete = order.may_delete
+        self.order = order
         for level, level_order in zip(self.levels, order.levels, strict=True):
             level.obey(level_order)
         redundancy = self.redundancy
-        if redundancy is not None and redundancy.is_open and redundancy.complete:
+        if redundancy is not None and redundancy.order.is_open and redundancy.order.complete:
             # Where parity was lost with a keeper nothing is complete. What is left of it is the best there is.
-            self.protected = max(redundancy.complete)
+            self.protected = max(redundancy.order.complete)
 
     def forget_orders(self) -> None:
         """The node stores alone no more. What was complete for it alone is not complete for the job."""
-        self.coordinator = 0
-        self.lost = frozenset()
-        self.is_drained = False
-        self.may_delete = False
+        self.order = NO_ORDER
         for level in self.levels:
             level.forget_orders()
 
@@ -404,7 +382,7 @@ class Node:
         for named in names:
             if not first.is_done_with(named.key):
                 keys.add(named.key)
-        return sorted(keys - self.lost)
+        return sorted(keys.difference(self.order.lost))
 
     def keys_to_hold(self, required: Sequence[StepKey], num_spare: int) -> set[StepKey]:
         """Return the captures that must not be written over.
@@ -426,9 +404,9 @@ class Node:
 
     def expired(self, index: int) -> list[StepKey]:
         """Return what may be deleted at a level: no slower level reads it, and no names tell that it stays."""
-        if not self.may_delete or self.is_choosing:
+        if not self.order.may_delete or self.is_choosing:
             return []
-        read_by_slower = {level.wanted_key for level in self.levels if level.source == index}
+        read_by_slower = {level.wanted_key for level in self.levels if level.order.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
     def find_spare_slots(self, ranks: Sequence[RankView]) -> None:
@@ -448,7 +426,7 @@ class Node:
     def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
         """Give up the grants that this node cannot follow any more, and those that a required step overtook.
 
-        Of a grant whose write runs already, ``LevelJobs`` cancels the write.
+        Of a grant whose write runs already, ``LevelTasks`` cancels the write.
 
         Args:
             ranks: those of the node.
@@ -460,8 +438,8 @@ class Node:
             if key is None:
                 continue
             is_writing = level.progress is GrantProgress.WRITING
-            is_overtaken = level.is_overtaken and (is_writing or key > begun)
-            is_gone = not is_writing and self._is_gone(key, level.source, ranks)
+            is_overtaken = level.order.is_overtaken and (is_writing or key > begun)
+            is_gone = not is_writing and self._is_gone(key, level.order.source, ranks)
             if is_overtaken or is_gone:
                 level.become_missed(key)
         for level in self.storage:

@@ -200,11 +200,12 @@ class Ranks:
         return any(slot.is_whole for rank in dead for slot in rank.slots)
 
     def growth_bytes(self) -> int:
-        """Return the memory that the trainers themselves are still going to take."""
+        """Return the memory that the trainers themselves are still going to take. May be called on any thread."""
         total_bytes = 0
         for rank in self.all:
-            if rank.is_served and rank.state is not None and rank.state.memory is not None:
-                total_bytes += rank.state.memory.growth_bytes
+            state = rank.state
+            if rank.is_served and state is not None and state.memory is not None:
+                total_bytes += state.memory.growth_bytes
         return total_bytes
 
     def is_training_over(self) -> bool:

@@ -14,6 +14,7 @@ class Retention:
     """The rule of one level."""
 
     keep_last: int
+    """Invariant: at least 1, so that the newest one stays."""
     keep_every_n_steps: int | None = None
 
     @classmethod
@@ -37,11 +38,10 @@ class Retention:
             cancelled: grants that a node gave up.
         """
         num_newer = sum(other > key for other in complete)
-        is_expired = self.is_expired(key.step, num_newer)
-        if key in complete:
-            return is_expired
-        # An old complete one may be missing there. It is older than ``keep_last`` others, and is judged the same.
-        return key in cancelled or (num_newer >= 1 and is_expired)
+        # An old complete one may be missing there: it is older than ``keep_last`` others, and is judged the same.
+        if self.is_expired(key.step, num_newer):
+            return True
+        return key in cancelled and key not in complete
 
     def is_expired(self, step: int, num_newer: int) -> bool:
         """Return True if a complete snapshot need not stay.

@@ -1,14 +1,16 @@
 """Answers of a keeper to questions: what memory it has, how the job is, and whether it can end."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import structs
 
 from lazysnap.core.core import Core
 from lazysnap.core.node import whole_on_all
 from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
-from lazysnap.keeper.node_state import NodeHistory, node_state
+from lazysnap.keeper.event_log import EventLog
+from lazysnap.keeper.node_state import node_state
+from lazysnap.keeper.other_nodes import OtherNodes
 from lazysnap.keeper.questions import Answer, HeldParity, KeptMemory, Question
 from lazysnap.keeper.slot_table import SlotTable
 
@@ -18,10 +20,14 @@ logger = logging.getLogger(__name__)
 class Answers:
     """Answers questions, at once or when the answer is known. Used on the loop's thread."""
 
-    def __init__(self, core: Core, slots: SlotTable, connections: TrainerConnections) -> None:
+    def __init__(
+        self, core: Core, slots: SlotTable, connections: TrainerConnections, others: OtherNodes, log: EventLog
+    ) -> None:
         self._core = core
         self._slots = slots
         self._connections = connections
+        self._others = others
+        self._log = log
         self._stop: tuple[TrainerConnection, Question] | None = None
         """The question whether the keeper can end, until it is answered."""
         self._must_end = False
@@ -29,16 +35,17 @@ class Answers:
 
     # Memory and state
 
-    def answer_memory(
-        self, connection: TrainerConnection, question: Question, history: NodeHistory, parity: Sequence[HeldParity]
-    ) -> None:
+    def answer_memory(self, connection: TrainerConnection, question: Question) -> None:
         """Send what memory a rank has; to anybody but its trainer with descriptors that can only be read."""
         rank = question.local_rank
+        parity: list[HeldParity] = []
+        if rank == 0:
+            parity = self._others.held_parity()
         memory = KeptMemory(
             slots=self._slots.facts(rank),
-            end=history.ends.get(rank),
+            end=self._log.ends.get(rank),
             local_ranks=self._slots.ranks,
-            parity=tuple(parity) if rank == 0 else (),
+            parity=tuple(parity),
         )
         descriptors: list[int] = []
         if not self._is_trainer(connection, rank):
@@ -49,16 +56,9 @@ class Answers:
         ranks = self._core.ranks.all
         return rank < len(ranks) and ranks[rank].connection == connection.number
 
-    def answer_status(
-        self,
-        connection: TrainerConnection,
-        question: Question,
-        parity_bytes: int,
-        history: NodeHistory,
-        moved_bytes: Mapping[int, int],
-    ) -> None:
-        """Send the state of the node."""
-        state = node_state(self._core, self._slots.by_rank, parity_bytes, history, moved_bytes)
+    def answer_status(self, connection: TrainerConnection, question: Question, moved_bytes: Mapping[int, int]) -> None:
+        """Send the state of the node. ``moved_bytes``: see ``node_state``."""
+        state = node_state(self._core, self._slots.by_rank, self._others.parity_bytes, self._log, moved_bytes)
         self._connections.answer(connection, Answer(number=question.number, status=state))
 
     # The end
@@ -101,7 +101,7 @@ class Answers:
         steps: dict[str, int | None] = {}
         if job is not None:
             for settings, level in zip(job.settings.levels, job.node.levels, strict=False):
-                newest = max(level.complete, default=None)
+                newest = max(level.order.complete, default=None)
                 steps[settings.url] = None if newest is None else newest.step
         return steps
 
@@ -125,10 +125,10 @@ class Answers:
             )
         newest = max(whole_on_all(self._core.ranks.views(job.settings)), default=None)
         is_any_failing = False
-        for level, jobs in zip(job.node.storage, job.level_jobs, strict=False):
-            if newest is None or newest in level.complete:
+        for level in job.node.storage:
+            if newest is None or newest in level.order.complete:
                 continue
-            if not jobs.failure:
+            if not level.failure:
                 return ""  # it is being stored
             is_any_failing = True
         if newest is None or not is_any_failing:
@@ -150,4 +150,4 @@ class Answers:
         job = self._core.job
         if job is None:
             return not any(slot.is_whole for rank in self._core.ranks.all for slot in rank.slots)
-        return job.settings.num_nodes > 1 or job.node.is_drained
+        return job.settings.num_nodes > 1 or job.node.order.is_drained

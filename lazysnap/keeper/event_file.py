@@ -15,7 +15,7 @@ import time
 
 from msgspec.structs import replace
 
-from lazysnap.config import PersistentLevel
+from lazysnap.core.messages import LevelSettings
 from lazysnap.errors import LazySnapError
 from lazysnap.events import (
     MAX_FILE_BYTES,
@@ -52,7 +52,7 @@ class EventFileWriter:
     Nothing is written before the level has a snapshot: a run that stores nothing leaves nothing.
     """
 
-    def __init__(self, level: PersistentLevel, run_id: str, node: int) -> None:
+    def __init__(self, level: LevelSettings, run_id: str, node: int) -> None:
         """``level``: the first one; ``node``: the number of this node. Does not block."""
         self.run_id = run_id
         self._level = level

@@ -1,4 +1,4 @@
-"""The notes of a keeper for the reports of its run (``lazysnap.events``), and for people who ask for its state.
+"""The notes of a keeper for the reports of its run (``lazysnap.events``), and for people (``keeper.node_state``).
 
 The loop calls ``note`` after each event; nothing is polled. It decides nothing, and may fail.
 ``keeper.event_file`` writes the events down.
@@ -11,19 +11,20 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, ParamSpec
 
 from lazysnap import events, faults
-from lazysnap.config import PersistentLevel, is_path
-from lazysnap.core.actions import JobEnded, StepStored
+from lazysnap.config import is_path
+from lazysnap.core.actions import StepStored, TaskEnded
 from lazysnap.core.core import Core
 from lazysnap.core.messages import Farewell, JobSettings, KeeperAlert, KeeperState, LevelState, StepKey
 from lazysnap.core.ranks import Rank
 from lazysnap.keeper.event_file import EventFileWriter
-from lazysnap.keeper.node_state import LevelHistory, NodeHistory, Slots, captured_ns, reached_step
 from lazysnap.keeper.questions import TrainerEnd
+from lazysnap.keeper.slot_table import NodeSlots, captured_ns, reached_step
 from lazysnap.levels.redaction import Redaction
 from lazysnap.memory.slot_choice import SlotView, newest_whole
 
@@ -39,6 +40,8 @@ _LEAST_S = 1.0
 _MOST_S = 30.0
 _SHARE = 1000
 """Seconds between two notes about a trainer: the thousandth of those that it has trained, within these bounds."""
+_REMEMBERED = 64
+"""Stored snapshots per level that are remembered until they are complete."""
 _CLOSE_S = 5.0
 # Not by import: what imports the package itself may import torch.
 _VERSION: str = sys.modules["lazysnap"].__version__
@@ -55,6 +58,41 @@ def _guarded(work: Callable[P, None]) -> Callable[P, None]:
             logger.exception("events")
 
     return guarded
+
+
+@dataclass
+class LevelHistory:
+    """One level as far as events need to know it, and times by the wall clock, which the core does not know."""
+
+    stored: deque[StepKey] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+    """Snapshots of which this keeper stored the part of the node, since the job began."""
+    complete: set[StepKey] = field(default_factory=set)
+    """Complete snapshots that are noted, since the job began."""
+    state: LevelState = field(default_factory=LevelState)
+    """The state that was noted last, since the job began."""
+    completed: StepKey | None = None
+    """The newest snapshot that became complete while this keeper looked on."""
+    completed_ns: int | None = None
+    failure: str = ""
+    """The last failure, also if the level works again. It has no secrets."""
+    failed_ns: int | None = None
+
+    def begin_job(self) -> None:
+        """Forget the notes of the job before; what is for people stays."""
+        self.stored.clear()
+        self.complete.clear()
+        self.state = LevelState()
+
+    def note_complete(self, key: StepKey, now_s: float) -> None:
+        """Note that a snapshot is complete."""
+        if self.completed is None or key > self.completed:
+            self.completed = key
+            self.completed_ns = int(now_s * 1e9)
+
+    def note_failure(self, text: str, now_s: float) -> None:
+        """Note that the level failed."""
+        self.failure = text
+        self.failed_ns = int(now_s * 1e9)
 
 
 @dataclass
@@ -91,13 +129,18 @@ class EventLog:
 
         log = EventLog()
         log.job_began(settings)
-        log.job_ended("/scratch/run", StepStored(number=1, written_bytes=1000), key)
+        log.task_ended("/scratch/run", StepStored(number=1, written_bytes=1000), key)
         log.note(core, slots)
         log.close()
     """
 
     def __init__(self) -> None:
-        self.history = NodeHistory()
+        self.processes: dict[int, tuple[int, float]] = {}
+        """Last process of each local rank, and the Unix time in seconds when it came."""
+        self.ends: dict[int, TrainerEnd] = {}
+        """End of the last trainer of each local rank that captured anything."""
+        self._levels: dict[str, LevelHistory] = {}
+        """By URL."""
         self._settings: JobSettings | None = None
         self._protected: StepKey | None = None
         self._alerts: tuple[KeeperAlert, ...] = ()
@@ -109,6 +152,10 @@ class EventLog:
         """By local rank, also those that ended."""
         self._redaction = Redaction({})
 
+    def level(self, url: str) -> LevelHistory:
+        """Return the history of a level, which may be new."""
+        return self._levels.setdefault(url, LevelHistory())
+
     @_guarded
     def job_began(self, settings: JobSettings) -> None:
         """Note that the keeper serves a job from now on, or the same one with other settings."""
@@ -117,7 +164,7 @@ class EventLog:
         self._protected = None
         options: dict[str, object] = {}
         for level in settings.levels:
-            self.history.level(level.url).begin_job()
+            self.level(level.url).begin_job()
             options[level.url] = level.storage_options or {}
         self._redaction = Redaction(options)
         if before is None or _file_key(before) != _file_key(settings):
@@ -130,8 +177,7 @@ class EventLog:
         first = settings.levels[0]
         if settings.node > 0 and not is_path(first.url):
             return  # node 0 alone writes the file of a level at a URL
-        level = PersistentLevel(first.url, storage_options=first.storage_options)
-        self._file = EventFileWriter(level, settings.run, settings.node)
+        self._file = EventFileWriter(first, settings.run, settings.node)
         started = events.KeeperStarted(
             t=time.time(),
             pid=os.getpid(),
@@ -145,7 +191,7 @@ class EventLog:
     # Trainers
 
     @_guarded
-    def note(self, core: Core, slots: Slots) -> None:
+    def note(self, core: Core, slots: NodeSlots) -> None:
         """Note what is new: who came and who ended, how far the first rank is, and the state that trainers get.
 
         Called after each event, and after the words of all slots were read.
@@ -170,7 +216,7 @@ class EventLog:
                 self._note_progress(rank, trainer, slots, now)
         self.note_state(core.common_state())
 
-    def _note_end(self, rank: Rank, slots: Slots, now: float) -> None:
+    def _note_end(self, rank: Rank, slots: NodeSlots, now: float) -> None:
         """Note the end of a trainer: its process is dead or reported that it ends, or another one took its place."""
         del self._pids[rank.number]
         faults.point("keeper.trainer_died")
@@ -179,7 +225,7 @@ class EventLog:
         if state is not None and state.job is not None:
             reached = reached_step(_views_of(rank, state.start))
         if reached is not None and state is not None and state.job is not None:
-            self.history.ends[rank.number] = TrainerEnd(int(now * 1e9), state.job.run, reached)
+            self.ends[rank.number] = TrainerEnd(int(now * 1e9), state.job.run, reached)
         trainer = self._trainers.get(rank.number)
         if trainer is None or trainer.has_ended:
             return
@@ -205,7 +251,8 @@ class EventLog:
         state = rank.state
         if state is None:
             return
-        self.history.note_process(rank.number, rank.pid, now)
+        if rank.number not in self.processes or self.processes[rank.number][0] != rank.pid:
+            self.processes[rank.number] = (rank.pid, now)
         if self._file is None or self._settings is None or state.job is None or state.start == 0:
             return
         trainer = self._trainers.get(rank.number)
@@ -229,7 +276,7 @@ class EventLog:
         )
         self._add(started)
 
-    def _note_progress(self, rank: Rank, trainer: _Trainer, slots: Slots, now: float) -> None:
+    def _note_progress(self, rank: Rank, trainer: _Trainer, slots: NodeSlots, now: float) -> None:
         trainer.noted_s = now
         progress = _progress_of(rank, trainer, slots, now)
         if progress is None or progress.step == trainer.step:
@@ -241,15 +288,15 @@ class EventLog:
     # Levels
 
     @_guarded
-    def job_ended(self, level_url: str, event: JobEnded, key: StepKey | None) -> None:
-        """Note that the job of a level ended.
+    def task_ended(self, level_url: str, event: TaskEnded, key: StepKey | None) -> None:
+        """Note that the task of a level ended.
 
         Args:
             level_url: the level. What ends at another one, such as redundancy, is not noted.
-            event: how it ended. A failure is noted from the state of the level: a job may also hang.
-            key: the step that the job was to store; None if it was another job.
+            event: how it ended. A failure is noted from the state of the level: a task may also hang.
+            key: the step that the task was to store; None if it was another task.
         """
-        notes = self.history.levels.get(level_url)
+        notes = self._levels.get(level_url)
         if notes is not None and isinstance(event, StepStored) and key is not None:
             notes.stored.append(key)
             stored = events.Stored(
@@ -279,7 +326,7 @@ class EventLog:
         self._is_preempted = state.is_preempted
         settings = () if self._settings is None else self._settings.levels
         for level, level_state in zip(settings, state.levels, strict=True):
-            notes = self.history.level(level.url)
+            notes = self.level(level.url)
             self._note_failure(level.url, notes, level_state, now)
             self._note_complete(level.url, notes, level_state, now)
             notes.state = level_state
@@ -351,7 +398,7 @@ def _views_of(rank: Rank, start: int) -> list[SlotView]:
     return [view for view in rank.slots if view.start == start]
 
 
-def _progress_of(rank: Rank, trainer: _Trainer, slots: Slots, now: float) -> events.Progress | None:
+def _progress_of(rank: Rank, trainer: _Trainer, slots: NodeSlots, now: float) -> events.Progress | None:
     """Return how far a trainer is; None if it passed no boundary."""
     views = _views_of(rank, trainer.start)
     step = reached_step(views)

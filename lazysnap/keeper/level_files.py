@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 
 class LevelFiles:
-    """The files of one node at one level, for one job. All methods but the constructor block, on the level's thread.
+    """The files of one node at one level, for one training. All methods but the constructor block.
 
-    A thread that hangs is left behind, and another one uses the same object. The one that was left behind changes
-    nothing here: each operation of a store first calls the ``beat`` of its job, which raises by then.
+    Each task of the level has a thread of its own. One that hangs is left behind, and changes nothing here: each
+    operation of a store first calls the ``beat`` of its task, which raises by then.
 
     Example::
 
         files = LevelFiles(settings, index=0, faster=())
         store = files.open(control.beat)
-        listed = files.find(store, job)
+        listed = files.find(store, task)
     """
 
     def __init__(self, settings: JobSettings, index: int, faster: Sequence["LevelFiles"]) -> None:
@@ -60,7 +60,7 @@ class LevelFiles:
         self._speed = index + 1
         self._pace = RateLimiter(level.max_bytes_per_s)
         self._store: SnapshotStore | None = None
-        """The store, not watched: it outlives a job."""
+        """The store, not watched: it outlives a task."""
         self._is_swept = False
         self._uncommitted: set[StepKey] = set()
         """Steps that this keeper began to write, and that were not read back since."""
@@ -74,17 +74,17 @@ class LevelFiles:
     # The store
 
     def open(self, beat: Beat) -> SnapshotStore:
-        """Return the store as one job uses it. The first call removes what dead writers left.
+        """Return the store as one task uses it. The first call removes what dead writers left.
 
         Args:
-            beat: called before each operation. What it raises ends the job.
+            beat: called before each operation. What it raises ends the task.
 
         Raises: LevelError; ConfigError; what ``beat`` raises.
         """
         opened = self._store
         if opened is None:
             opened = self._open_new()
-            beat()  # a thread that was left behind does not replace the store of later jobs
+            beat()  # a thread that was left behind does not replace the store of later tasks
             self._store = opened
         store = opened.watched(beat, self._pace)
         if not self._is_swept:
@@ -99,7 +99,7 @@ class LevelFiles:
         return self._open_new().watched(beat)
 
     def reopen(self) -> None:
-        """Open the store anew at the next job: credentials may have expired, a mount may be stale."""
+        """Open the store anew at the next task: credentials may have expired, a mount may be stale."""
         self._store = None
 
     def probe(self, beat: Beat) -> None:
@@ -149,7 +149,7 @@ class LevelFiles:
 
     # Listing
 
-    def find(self, store: SnapshotStore, job: ListLevel) -> Listed:
+    def find(self, store: SnapshotStore, task: ListLevel) -> Listed:
         """Return the snapshots of the run, by their manifests and the sizes of their files. Raises: LevelError."""
         stored: list[StepKey] = []
         leftovers: list[StepKey] = []
@@ -171,7 +171,7 @@ class LevelFiles:
         if stored and self.newest_directory is None:
             self.newest_directory = self.directory(max(stored))
         return Listed(
-            job.number,
+            task.number,
             stored=tuple(sorted(stored)),
             leftovers=tuple(sorted(leftovers)),
             names=tuple(sorted(names)),

@@ -2,7 +2,7 @@
 
 ::
 
-    sockets, pidfds, eventfd, timer ──> _handle(event) ──> core.step ──> actions ──> words, messages, jobs
+    sockets, pidfds, eventfd, timer ──> _handle(event) ──> core.step ──> actions ──> words, messages, tasks
                                             ▲                                            │
                                             └───────── call_soon_threadsafe ─────────────┘ threads of levels, of memory
 
@@ -23,19 +23,15 @@ from msgspec import structs
 
 from lazysnap import faults
 from lazysnap.core.actions import (
-    AbandonJob,
     Action,
     AdoptSlots,
     BeginJob,
-    CancelJob,
+    CancelTask,
     CloseConnection,
     Event,
     Finish,
     FreeSlot,
     Hold,
-    Job,
-    JobEnded,
-    JobMoved,
     KeeperTrouble,
     MakeSlot,
     PlainEvent,
@@ -46,6 +42,9 @@ from lazysnap.core.actions import (
     SetPeers,
     SlotMade,
     SlotsSeen,
+    Task,
+    TaskEnded,
+    TaskMoved,
     TrainerReported,
     VoidSlot,
     WriteLevel,
@@ -56,13 +55,13 @@ from lazysnap.core.messages import KeeperAlert, KeeperState, TrainerState
 from lazysnap.keeper.answers import Answers
 from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.event_log import EventLog
-from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.level_threads import LevelThreads
 from lazysnap.keeper.memory_work import MemoryWork
 from lazysnap.keeper.other_nodes import OtherNodes
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
 from lazysnap.keeper.slot_table import SlotTable
+from lazysnap.keeper.tasks import TaskControl
 from lazysnap.keeper.trouble import Trouble
 from lazysnap.keeper.wire import Frame
 from lazysnap.memory.budget import NODE
@@ -107,6 +106,7 @@ class Keeper:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(self._on_loop_error)
         self._core = Core(secrets.randbits(62), self._loop.time(), os.getpid())
+        NODE.expect(self._core.ranks.growth_bytes)
         self._timer: asyncio.TimerHandle | None = None
         self._must_observe = False
         """True if words were changed, or slots came or went, since the core saw them."""
@@ -125,12 +125,10 @@ class Keeper:
         self._handed_over: list[int] = []
         """Descriptors of the message that is handled, until ``AdoptSlots`` takes them."""
         self._others = OtherNodes(self._loop, self._handle, self._slots, self._num_ranks)
-        self._levels = LevelThreads(self._post, self._job_returned, self._others.parity_job)
+        self._levels = LevelThreads(self._post, self._task_returned, self._others.parity_task)
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
-        self._answers = Answers(self._core, self._slots, self._connections)
-        self._sent: dict[int, SendToTrainer] = {}
-        """The last state that was sent, by rank."""
+        self._answers = Answers(self._core, self._slots, self._connections, self._others, self._events)
 
     def listen(self, listener: socket.socket) -> None:
         """Accept connections there."""
@@ -195,7 +193,6 @@ class Keeper:
 
     def _follow_up(self) -> None:
         """Do what has to follow any event."""
-        NODE.expect(self._core.ranks.growth_bytes())
         self._events.note(self._core, self._slots.by_rank)
         self._answer_stop()
         self._compute_checksums_at_rest()
@@ -215,7 +212,7 @@ class Keeper:
 
     def _handle_posted(self, event: Event) -> None:
         self._handle(event)
-        if isinstance(event, JobMoved):
+        if isinstance(event, TaskMoved):
             self._send_progress(event.level)
 
     def _set_timer(self) -> None:
@@ -246,16 +243,17 @@ class Keeper:
         alerts = []
         while not self._trouble.texts.empty():
             alerts.append(KeeperAlert("keeper", self._trouble.texts.get()))
-        for action in self._sent.values():
-            state = structs.replace(action.state, alerts=(*action.state.alerts, *alerts))
-            self._connections.send_state(action.connection, action.rank, state)
+        for rank in self._core.ranks.all:
+            if rank.last_sent is not None:
+                state = structs.replace(rank.last_sent, alerts=(*rank.last_sent.alerts, *alerts))
+                self._connections.send_state(rank.connection, rank.number, state)
 
     # Actions
 
     def _perform(self, action: Action) -> None:
         match action:
             case SendToTrainer():
-                self._send_state(action)
+                self._send_state(action.connection, action.rank, action.state)
             case CloseConnection():
                 self._connections.close(action.connection)
             case AdoptSlots():
@@ -278,12 +276,10 @@ class Keeper:
                 self._events.job_began(action.settings)
             case SetPeers():
                 self._others.set_peers(action.peers)
-            case Job():
+            case Task():
                 self._levels.start(action, self._slots.by_rank)
-            case CancelJob():
+            case CancelTask():
                 self._levels.cancel(action.level, action.number)
-            case AbandonJob():
-                self._levels.abandon(action.level, action.number)
             case Send():
                 self._others.send(action.node, action.message)
             case Finish():
@@ -321,16 +317,16 @@ class Keeper:
             return 0
         return self._core.job.settings.num_ranks
 
-    def _job_returned(self, control: JobControl, event: JobEnded) -> None:
-        """Take the end of a job. Called on the thread of its level."""
-        self._loop.call_soon_threadsafe(self._job_ended, control, event)
+    def _task_returned(self, control: TaskControl, event: TaskEnded) -> None:
+        """Take the end of a task. Called on its thread."""
+        self._loop.call_soon_threadsafe(self._task_ended, control, event)
 
-    def _job_ended(self, control: JobControl, event: JobEnded) -> None:
-        job = control.job
+    def _task_ended(self, control: TaskControl, event: TaskEnded) -> None:
+        task = control.task
         self._levels.forget(control)
         self._slots.note_checksums(control.checksums)
-        key = job.key if isinstance(job, WriteLevel) else None
-        self._events.job_ended(control.level_url, event, key)
+        key = task.key if isinstance(task, WriteLevel) else None
+        self._events.task_ended(control.level_url, event, key)
         self._handle(event)
 
     # Memory
@@ -370,14 +366,8 @@ class Keeper:
             frame.descriptors = self._handed_over
             self._handed_over = []
 
-    def _send_state(self, action: SendToTrainer) -> None:
-        if not action.state.refusal:
-            self._sent[action.rank] = action
-        state = self._with_progress(action.state)
-        self._connections.send_state(action.connection, action.rank, state)
-
-    def _with_progress(self, state: KeeperState) -> KeeperState:
-        """Add the bytes that jobs moved, where somebody waits for them: the core does not know them."""
+    def _send_state(self, connection: int, rank: int, state: KeeperState) -> None:
+        """Send a state, with the bytes that tasks moved where somebody waits for them: the core does not know them."""
         levels = []
         for index, level in enumerate(state.levels):
             moved_bytes = self._levels.moved_bytes(index)
@@ -385,14 +375,14 @@ class Keeper:
                 levels.append(structs.replace(level, moved_bytes=moved_bytes))
             else:
                 levels.append(level)
-        return structs.replace(state, levels=tuple(levels))
+        self._connections.send_state(connection, rank, structs.replace(state, levels=tuple(levels)))
 
     def _send_progress(self, level: int) -> None:
-        """Send the last states again, with the bytes that a job moved since."""
-        for action in list(self._sent.values()):
-            levels = action.state.levels
-            if level < len(levels) and levels[level].writing is not None:
-                self._send_state(action)
+        """Send the last states again, with the bytes that a task moved since."""
+        for rank in self._core.ranks.all:
+            state = rank.last_sent
+            if state is not None and level < len(state.levels) and state.levels[level].writing is not None:
+                self._send_state(rank.connection, rank.number, state)
 
     # Questions
 
@@ -406,13 +396,11 @@ class Keeper:
 
     def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
         self._handle(PlainEvent.TIME_PASSED)  # captures may have begun that nothing woke the keeper for
-        history = self._events.history
         match question.about:
             case "memory":
-                self._answers.answer_memory(connection, question, history, self._others.held_parity())
+                self._answers.answer_memory(connection, question)
             case "status":
-                moved_bytes = self._moved_bytes()
-                self._answers.answer_status(connection, question, self._others.parity_bytes, history, moved_bytes)
+                self._answers.answer_status(connection, question, self._moved_bytes())
             case "stop":
                 self._answers.stop_asked(connection, question)
                 if question.is_forced and not self._core.is_served:

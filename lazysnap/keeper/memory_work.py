@@ -2,12 +2,13 @@
 
 import functools
 import logging
+import queue
+import threading
 from collections.abc import Callable
 
 from lazysnap.core.actions import Event, MakeSlot, MemoryRefused
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper import slot_maker
-from lazysnap.keeper.level_threads import Worker
 from lazysnap.keeper.slot_table import SlotTable, compute_checksums
 from lazysnap.memory.slot_choice import SlotView
 from lazysnap.memory.slots import KeeperSlot, Slot
@@ -40,15 +41,24 @@ class MemoryWork:
         self._call_soon = call_soon
         self._post = post
         self._slot_made = slot_made
-        self._worker: Worker | None = None
+        self._thread: threading.Thread | None = None
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_resting = False
         """True while nobody trains: then nothing is written into the slots."""
         self._is_computing = False
 
     def _submit(self, work: Callable[[], None]) -> None:
-        if self._worker is None:
-            self._worker = Worker("memory")
-        self._worker.submit(work)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    def _run(self) -> None:
+        """Do one piece of work after the other. Each handles its own errors."""
+        while True:
+            work = self._work.get()
+            work()
+            del work  # it has slots, which must not be kept while the thread waits
 
     # Slots
 

@@ -1,94 +1,30 @@
 """The state of a job on one node, collected for people. Only the core, words and metadata of slots are read."""
 
 import time
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
-import msgspec
 from msgspec import structs
 
 from lazysnap.core.actions import WriteLevel
 from lazysnap.core.core import Core
 from lazysnap.core.job import JobCore
 from lazysnap.core.lifecycle import Phase
-from lazysnap.core.messages import LevelState, StepKey
+from lazysnap.core.messages import StepKey
 from lazysnap.core.node import whole_on_all
 from lazysnap.core.ranks import Presence, Rank
-from lazysnap.errors import FormatError
-from lazysnap.keeper.questions import CaptureTimes, LevelFacts, NodeState, RankState, TrainerEnd
+from lazysnap.keeper.event_log import EventLog, LevelHistory
+from lazysnap.keeper.questions import CaptureTimes, LevelFacts, NodeState, RankState
+from lazysnap.keeper.slot_table import NodeSlots, captured_ns, reached_step
 from lazysnap.levels.redaction import Redaction
-from lazysnap.memory.slot_choice import SlotView, newest_whole
+from lazysnap.memory.slot_choice import newest_whole
 from lazysnap.memory.slots import Slot
-
-_REMEMBERED = 64
-"""Stored snapshots per level that are remembered until they are complete."""
-Slots = Mapping[int, Mapping[int, Slot]]
-"""All slots of a node, by local rank and slot id."""
-
-
-@dataclass
-class LevelHistory:
-    """One level as far as events need to know it, and times by the wall clock, which the core does not know."""
-
-    stored: deque[StepKey] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """Snapshots of which this keeper stored the part of the node, since the job began."""
-    complete: set[StepKey] = field(default_factory=set)
-    """Complete snapshots that are noted, since the job began."""
-    state: LevelState = field(default_factory=LevelState)
-    """The state that was noted last, since the job began."""
-    completed: StepKey | None = None
-    """The newest snapshot that became complete while this keeper looked on."""
-    completed_ns: int | None = None
-    failure: str = ""
-    """The last failure, also if the level works again. It has no secrets."""
-    failed_ns: int | None = None
-
-    def begin_job(self) -> None:
-        """Forget the notes of the job before; what is for people stays."""
-        self.stored.clear()
-        self.complete.clear()
-        self.state = LevelState()
-
-    def note_complete(self, key: StepKey, now_s: float) -> None:
-        """Note that a snapshot is complete."""
-        if self.completed is None or key > self.completed:
-            self.completed = key
-            self.completed_ns = int(now_s * 1e9)
-
-    def note_failure(self, text: str, now_s: float) -> None:
-        """Note that the level failed."""
-        self.failure = text
-        self.failed_ns = int(now_s * 1e9)
-
-
-@dataclass
-class NodeHistory:
-    """Facts of a node that the core does not keep. ``EventLog`` fills it in."""
-
-    processes: dict[int, tuple[int, float]] = field(default_factory=dict)
-    """Last process of each local rank, and the Unix time in seconds when it came."""
-    ends: dict[int, TrainerEnd] = field(default_factory=dict)
-    """End of the last trainer of each local rank that captured anything."""
-    levels: dict[str, LevelHistory] = field(default_factory=dict)
-    """By URL."""
-
-    def note_process(self, local_rank: int, pid: int, now_s: float) -> None:
-        """Note which process is the trainer of a rank."""
-        noted = self.processes.get(local_rank)
-        if noted is None or noted[0] != pid:
-            self.processes[local_rank] = (pid, now_s)
-
-    def level(self, url: str) -> LevelHistory:
-        """Return the history of a level, which may be new."""
-        return self.levels.setdefault(url, LevelHistory())
 
 
 def node_state(
     core: Core,
-    slots: Slots,
+    slots: NodeSlots,
     parity_bytes: int,
-    history: NodeHistory,
+    log: EventLog,
     moved_bytes: Mapping[int, int],
 ) -> NodeState | None:
     """Return the state of the node; None before the first start. Does not block.
@@ -97,8 +33,8 @@ def node_state(
         core: the decisions of the keeper.
         slots: all slots of the node.
         parity_bytes: memory that protects other nodes.
-        history: times by the wall clock.
-        moved_bytes: by index of a level, the bytes that its present job moved.
+        log: has what the core does not know: times by the wall clock, trainers that ended.
+        moved_bytes: by index of a level, the bytes that its present task moved.
     """
     job = core.job
     if job is None:
@@ -106,14 +42,14 @@ def node_state(
     settings = job.settings
     common = None
     ranks = []
-    if not (core.phase is Phase.DRAINING and job.node.is_drained):  # else nothing needs memory any more
+    if not (core.phase is Phase.DRAINING and job.node.order.is_drained):  # else nothing needs memory any more
         common = max(whole_on_all(core.ranks.views(settings)), default=None)
         for rank in core.ranks.all:
             if rank.presence is not Presence.ABSENT or rank.slots:
-                ranks.append(_rank_state(core, job, rank, slots.get(rank.number, {}), history))
+                ranks.append(_rank_state(core, job, rank, slots.get(rank.number, {}), log))
     levels = []
     for index, level in enumerate(settings.levels):
-        facts = _level_facts(job, index, history.level(level.url))
+        facts = _level_facts(job, index, log.level(level.url))
         total_bytes = _total_bytes(job, index, slots)
         stored_now = moved_bytes.get(index, 0)
         if total_bytes:
@@ -138,36 +74,6 @@ def node_state(
     )
 
 
-def captured_ns(slot: Slot, sequence: int) -> int | None:
-    """Return the Unix time in nanoseconds at which a capture began; None if it is not in the slot any more."""
-    try:
-        meta = msgspec.json.decode(slot.read_meta(), type=_Captured)
-    except (FormatError, msgspec.MsgspecError):
-        return None
-    if slot.view().sequence != sequence:
-        return None
-    return meta.captured_ns
-
-
-def reached_step(views: Sequence[SlotView]) -> int | None:
-    """Return the newest step that the trainer of these slots passed or captured; None if it is not known."""
-    for view in sorted(views, key=_sequence, reverse=True):
-        steps = [step for step in (view.step, view.reached_step) if step is not None]
-        if steps:
-            return max(steps)
-    return None
-
-
-class _Captured(msgspec.Struct):
-    """The one field of ``CaptureMeta`` that is needed here: to read all of them takes long for a large model."""
-
-    captured_ns: int
-
-
-def _sequence(view: SlotView) -> int:
-    return view.sequence
-
-
 def _step_of(key: StepKey | None) -> int | None:
     return None if key is None else key.step
 
@@ -183,20 +89,20 @@ def _problems(core: Core) -> list[str]:
 # Ranks
 
 
-def _rank_state(core: Core, job: JobCore, rank: Rank, slots: Mapping[int, Slot], history: NodeHistory) -> RankState:
+def _rank_state(core: Core, job: JobCore, rank: Rank, slots: Mapping[int, Slot], log: EventLog) -> RankState:
     memory_bytes = sum(slot.memory_bytes for slot in slots.values())
     all_bytes = sum(slot.size_bytes for slot in slots.values())
     waited_s = 0.0
     if rank.state is not None:
         waited_s = rank.state.waited_s
-    _, since_s = history.processes.get(rank.number, (rank.pid, 0.0))
+    _, since_s = log.processes.get(rank.number, (rank.pid, 0.0))
     return RankState(
         rank=_number_in_job(job, rank),
         phase=rank.presence.value,
         pid=rank.pid,
         since_s=since_s,
         lingers_s=_lingers_s(core, rank),
-        end=history.ends.get(rank.number),
+        end=log.ends.get(rank.number),
         reached=reached_step(rank.slots),
         captures=_captures(rank, slots),
         slots=len(slots),
@@ -244,44 +150,44 @@ def _captures(rank: Rank, slots: Mapping[int, Slot]) -> list[CaptureTimes]:
 def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
     settings = job.settings.levels[index]
     level = job.node.levels[index]
-    jobs = job.level_jobs[index]
-    newest = max(level.complete, default=None)
+    tasks = job.level_tasks[index]
+    newest = max(level.order.complete, default=None)
     complete_ns = None
     if newest is not None and newest == history.completed:
         # A keeper that replaces another one finds old steps complete: their time is not known.
         complete_ns = history.completed_ns
     bytes_per_s = None
-    if jobs.written_bytes:
-        bytes_per_s = jobs.written_bytes / max(jobs.written_s, 1e-9)
+    if tasks.written_bytes:
+        bytes_per_s = tasks.written_bytes / max(tasks.written_s, 1e-9)
     failure = history.failure
-    if jobs.failure:
-        failure = Redaction(settings.storage_options or {}).clean(jobs.failure)
+    if level.failure:
+        failure = Redaction(settings.storage_options or {}).clean(level.failure)
     return LevelFacts(
         url=settings.url,
         is_shared=settings.is_shared,
         newest=_step_of(newest),
         complete_ns=complete_ns,
         bytes_per_s=bytes_per_s,
-        storing=_step_of(jobs.writing),
+        storing=_step_of(tasks.writing),
         moved_bytes=0,
         total_bytes=0,
         waiting=0,
-        is_failing=bool(jobs.failure),
+        is_failing=bool(level.failure),
         failure=failure,
         failed_ns=history.failed_ns,
     )
 
 
-def _total_bytes(job: JobCore, index: int, slots: Slots) -> int:
-    """Return the bytes that the job of a level writes; 0 if it writes none, or it is not known.
+def _total_bytes(job: JobCore, index: int, slots: NodeSlots) -> int:
+    """Return the bytes that the task of a level writes; 0 if it writes none, or it is not known.
 
     Of a copy they are estimated: as many as the other level wrote for its last step.
     """
-    write = job.level_jobs[index].job
+    write = job.level_tasks[index].task
     if not isinstance(write, WriteLevel):
         return 0
     if write.source is not None:
-        return job.level_jobs[write.source].written_bytes
+        return job.level_tasks[write.source].written_bytes
     total_bytes = 0
     for rank, slot_id in write.slots:
         slot = slots.get(rank, {}).get(slot_id)
@@ -297,8 +203,8 @@ def _num_waiting(core: Core, job: JobCore, index: int) -> int:
     if index == 0:
         keys.update(named.key for named in wants.names)
     level = job.node.levels[index]
-    keys -= {*level.complete, *level.given_up, *job.node.lost}
-    writing = job.level_jobs[index].writing
+    keys -= {*level.order.complete, *level.order.given_up, *job.node.order.lost}
+    writing = job.level_tasks[index].writing
     if writing is not None:
         keys.discard(writing)
     return len(keys)

@@ -4,16 +4,15 @@ What it needs is imported with the first start that has several nodes: a keeper 
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lazysnap.core.actions import Event, Failed, Job, JobEnded
+from lazysnap.core.actions import Event, Failed, Task, TaskEnded
 from lazysnap.core.messages import JobSettings, Order, PeerSettings, Report
-from lazysnap.keeper.jobs import JobControl
 from lazysnap.keeper.questions import HeldParity
-from lazysnap.keeper.slot_table import SlotTable
+from lazysnap.keeper.slot_table import NodeSlots, SlotTable
+from lazysnap.keeper.tasks import TaskControl
 from lazysnap.levels.watched import RateLimiter
-from lazysnap.memory.slots import Slot
 
 if TYPE_CHECKING:
     from lazysnap.keeper.parity import ParityContext, ParityStore
@@ -49,7 +48,7 @@ class OtherNodes:
         self._job: JobSettings | None = None
         self._settings: PeerSettings | None = None
         self._context: ParityContext | None = None
-        """Context of the parity jobs of the present start; None: it is made with the next job."""
+        """Context of the parity tasks of the present start; None: it is made with the next task."""
 
     def begin_job(self, settings: JobSettings) -> None:
         """Protect as these settings say from now on."""
@@ -94,18 +93,16 @@ class OtherNodes:
         """Return the parity that the node holds."""
         return [] if self._parity is None else self._parity.inventory()
 
-    def parity_job(
-        self, job: Job, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
-    ) -> Callable[[], JobEnded]:
-        """Return the work of a job of redundancy, for a thread of its own."""
-        from lazysnap.keeper.parity import run_parity_job
+    def parity_task(self, task: Task, slots: NodeSlots, control: TaskControl) -> Callable[[], TaskEnded]:
+        """Return the work of a task of redundancy, for a thread of its own."""
+        from lazysnap.keeper.parity import run_parity_task
 
         context = self._parity_context()
 
-        def work() -> JobEnded:
+        def work() -> TaskEnded:
             if context is None:
-                return Failed(job.number, "the other nodes of this start are not known yet")
-            return run_parity_job(job, context, slots, control)
+                return Failed(task.number, "the other nodes of this start are not known yet")
+            return run_parity_task(task, context, slots, control)
 
         return work
 

@@ -1,8 +1,8 @@
-"""The parity that a keeper holds for the other nodes of its group, and the jobs that compute it out of their memory.
+"""The parity that a keeper holds for the other nodes of its group, and the tasks that compute it out of their memory.
 
-Redundancy is one more level: the settings of the job say when a step is due, the core grants it, and ``run_parity_job``
-stores it. One thread per other node reads its pieces block by block, as its captures fill, and adds each block to the
-parity. So network and processor work at the same time. Reading takes one block of memory per node.
+Redundancy is one more level: the settings of the job say when a step is due, the core grants it, and
+``run_parity_task`` stores it. One thread per other node reads its pieces block by block, as its captures fill, and adds
+each block to the parity. So network and processor work at the same time. Reading takes one block of memory per node.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -21,27 +21,26 @@ from lazysnap import faults
 from lazysnap.core.actions import (
     DeleteFiles,
     Failed,
-    Job,
-    JobEnded,
     Listed,
     ListLevel,
     Missed,
-    NamesSet,
-    SetNames,
+    ProbeLevel,
     StepStored,
+    Task,
+    TaskEnded,
     WriteLevel,
 )
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
 from lazysnap.errors import KeeperError, LazySnapError
-from lazysnap.keeper.jobs import JobControl, open_captures
 from lazysnap.keeper.node_part import NodePart, read_index
 from lazysnap.keeper.questions import HeldMember, HeldParity
+from lazysnap.keeper.slot_table import NodeSlots
+from lazysnap.keeper.tasks import TaskControl, open_captures
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
-from lazysnap.memory.slots import Slot
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
@@ -145,7 +144,7 @@ class ParityStore:
 
 @dataclass
 class ParityContext:
-    """All that the jobs of redundancy need of their start. ``settings.redundancy`` is given."""
+    """All that the tasks of redundancy need of their start. ``settings.redundancy`` is given."""
 
     settings: JobSettings
     peers: PeerSettings
@@ -153,7 +152,7 @@ class ParityContext:
     pace: RateLimiter
     """Bound for the bytes that are read of other nodes. See ``RedundancySettings.max_bytes_per_s``."""
     is_failing: bool = False
-    """True from a failed job until one works: only the first failure is a warning."""
+    """True from a failed task until one works: only the first failure is a warning."""
 
     @property
     def redundancy(self) -> RedundancySettings:
@@ -162,64 +161,59 @@ class ParityContext:
         return self.settings.redundancy
 
 
-def run_parity_job(
-    job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
-) -> JobEnded:
-    """Do a job of redundancy and return how it ended. Blocks. Never raises.
+def run_parity_task(task: Task, context: ParityContext, slots: NodeSlots, control: TaskControl) -> TaskEnded:
+    """Do a task of redundancy and return how it ended. Blocks. Never raises.
 
     Args:
-        job: what to do.
+        task: what to do.
         context: the start.
         slots: the slots of this node, by local rank and slot id.
-        control: ends the job when it was cancelled.
+        control: ends the task when it was cancelled.
     """
     try:
-        ended = _run(job, context, slots, control)
-        if isinstance(job, WriteLevel):
+        ended = _run(task, context, slots, control)
+        if isinstance(task, WriteLevel):
             context.is_failing = False
         return ended
     except (CaptureAborted, PeerRefused) as error:
-        logger.info("%s: %s", _purpose(job), error)
-        return Missed(job.number, str(error))
+        logger.info("%s: %s", _purpose(task), error)
+        return Missed(task.number, str(error))
     except Exception as error:  # noqa: BLE001  the last handler of the thread
         text = str(error) if isinstance(error, LazySnapError) else f"{type(error).__name__}: {error}"
         level = logging.INFO if context.is_failing else logging.WARNING
         context.is_failing = True
-        logger.log(level, "%s, tried again: %s", _purpose(job), text)
-        return Failed(job.number, text)
+        logger.log(level, "%s, tried again: %s", _purpose(task), text)
+        return Failed(task.number, text)
 
 
-def _purpose(job: Job) -> str:
-    """Return what goes without, for a message about a job that did not end well."""
-    if isinstance(job, WriteLevel):
-        return f"step {job.key.step} is not protected by other nodes"
+def _purpose(task: Task) -> str:
+    """Return what goes without, for a message about a task that did not end well."""
+    if isinstance(task, WriteLevel):
+        return f"step {task.key.step} is not protected by other nodes"
     return "nothing is protected by other nodes"
 
 
-def _run(job: Job, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl) -> JobEnded:
-    if isinstance(job, ListLevel):
-        return Listed(job.number, context.store.keys())
-    if isinstance(job, DeleteFiles):
-        context.store.delete(job.keys)
-    elif isinstance(job, SetNames):
-        return NamesSet(job.number)  # names are of storage
-    elif isinstance(job, WriteLevel):
-        return _protect(job, context, slots, control)
-    else:
-        group = GroupReader(context, control)
-        try:
-            group.connect()
-        finally:
-            group.close()
-    return JobEnded(job.number)
+def _run(task: Task, context: ParityContext, slots: NodeSlots, control: TaskControl) -> TaskEnded:
+    match task:
+        case ListLevel():
+            return Listed(task.number, context.store.keys())
+        case WriteLevel():
+            return _protect(task, context, slots, control)
+        case DeleteFiles():
+            context.store.delete(task.keys)
+        case ProbeLevel():
+            group = GroupReader(context, control)
+            try:
+                group.connect()
+            finally:
+                group.close()
+    return TaskEnded(task.number)
 
 
-def _protect(
-    job: WriteLevel, context: ParityContext, slots: Mapping[int, Mapping[int, Slot]], control: JobControl
-) -> StepStored:
+def _protect(task: WriteLevel, context: ParityContext, slots: NodeSlots, control: TaskControl) -> StepStored:
     faults.point("keeper.parity.begin")
     began = time.monotonic()
-    readers = open_captures(job, slots, control.beat)
+    readers = open_captures(task, slots, control.beat)
     own_part = NodePart(readers, context.redundancy.most_lost)
     group = GroupReader(context, control)
     try:
@@ -232,13 +226,13 @@ def _protect(
     faults.point("keeper.parity.done")
     control.beat()
     context.store.add(parity)
-    return StepStored(job.number, written_bytes=parity.size_bytes, seconds=time.monotonic() - began)
+    return StepStored(task.number, written_bytes=parity.size_bytes, seconds=time.monotonic() - began)
 
 
 class GroupReader:
-    """Reads the parts of the other nodes of a group, for one job."""
+    """Reads the parts of the other nodes of a group, for one task."""
 
-    def __init__(self, context: ParityContext, control: JobControl) -> None:
+    def __init__(self, context: ParityContext, control: TaskControl) -> None:
         redundancy = context.redundancy
         self._context = context
         self._redundancy = redundancy

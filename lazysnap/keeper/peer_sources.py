@@ -5,12 +5,13 @@ A source keeps its slots: one that the loop frees meanwhile stays mapped until t
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import xxhash
 
 from lazysnap.keeper.node_part import NodePart, find_capture
 from lazysnap.keeper.parity import ParityStore
+from lazysnap.keeper.slot_table import NodeSlots
 from lazysnap.levels.source import MemorySource
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slot_choice import SlotPhase
@@ -21,7 +22,7 @@ from lazysnap.peers.reads import OpenedSource
 MAX_OPENED = 16
 """Sources that stay open between two reads."""
 
-PresentSlots = Callable[[], Mapping[int, Mapping[int, Slot]]]
+PresentSlots = Callable[[], NodeSlots]
 """Returns the slots that the keeper has now, by local rank and slot id. Called on any thread."""
 
 

@@ -8,6 +8,8 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from lazysnap import faults
 from lazysnap.errors import FormatError
 from lazysnap.keeper.questions import SlotFacts
@@ -17,6 +19,8 @@ from lazysnap.shard.checksum import BLOCK_BYTES, Checksums, block_ranges, digest
 
 logger = logging.getLogger(__name__)
 
+NodeSlots = Mapping[int, Mapping[int, Slot]]
+"""Slots of a node, by local rank and slot id."""
 CaptureKey = tuple[int, int]
 """Id of a slot, and the sequence number of the capture in it."""
 
@@ -31,7 +35,7 @@ class SlotTable:
         """Checksums of captures that are in the slots."""
 
     @property
-    def by_rank(self) -> Mapping[int, Mapping[int, Slot]]:
+    def by_rank(self) -> NodeSlots:
         """Slots by rank and slot id."""
         return self._slots
 
@@ -152,3 +156,33 @@ def compute_checksums(slot: Slot, view: SlotView, is_stopped: Callable[[], bool]
     if slot.view() != view:
         return None
     return Checksums(view.image_bytes, BLOCK_BYTES, tuple(blocks))
+
+
+class _Captured(msgspec.Struct):
+    """The one field of ``CaptureMeta`` that is needed here: to read all of them takes long for a large model."""
+
+    captured_ns: int
+
+
+def captured_ns(slot: Slot, sequence: int) -> int | None:
+    """Return the Unix time in nanoseconds at which a capture began; None if it is not in the slot any more."""
+    try:
+        meta = msgspec.json.decode(slot.read_meta(), type=_Captured)
+    except (FormatError, msgspec.MsgspecError):
+        return None
+    if slot.view().sequence != sequence:
+        return None
+    return meta.captured_ns
+
+
+def reached_step(views: Sequence[SlotView]) -> int | None:
+    """Return the newest step that the trainer of these slots passed or captured; None if it is not known."""
+    for view in sorted(views, key=_sequence, reverse=True):
+        steps = [step for step in (view.step, view.reached_step) if step is not None]
+        if steps:
+            return max(steps)
+    return None
+
+
+def _sequence(view: SlotView) -> int:
+    return view.sequence

@@ -181,7 +181,7 @@ def write_node_file(
         former: directory of a snapshot of this node; its base is taken over if it has the same bytes.
         progress: called with the number of bytes after each block.
 
-    Raises: LevelError; CaptureAborted; OSError. On an error nothing of the file stays, unless the caller of the job
+    Raises: LevelError; CaptureAborted; OSError. On an error nothing of the file stays, unless the caller of the task
         cancelled it or gave up: a watched storage refuses to delete then, because another writer may have written the
         file by now. The core has the file deleted.
     """

@@ -69,7 +69,7 @@ class SnapshotStore:
         self.speed = speed
 
     def watched(self, beat: Beat, pace: RateLimiter | None = None) -> "SnapshotStore":
-        """Return this store as one job uses it, over a ``WatchedStorage``."""
+        """Return this store as one task uses it, over a ``WatchedStorage``."""
         return SnapshotStore(WatchedStorage(self.storage, beat, pace), speed=self.speed)
 
     # ---------------------------------------------------------------- writing

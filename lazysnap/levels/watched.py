@@ -1,4 +1,4 @@
-"""A storage as one job of a level uses it: a watchdog sees each operation, and writes keep to a rate."""
+"""A storage as one task of a level uses it: a watchdog sees each operation, and writes keep to a rate."""
 
 import threading
 import time
@@ -36,10 +36,10 @@ class RateLimiter:
 
 
 class WatchedStorage(Storage):
-    """Another storage. Each operation first calls ``beat``, of the watchdog of one job.
+    """Another storage. Each operation first calls ``beat``, of the watchdog of one task.
 
-    ``beat`` reports progress, and raises CaptureAborted when the caller of the job has given up. A thread that was
-    left behind and returns therefore commits and deletes nothing. A store lives longer than a job, so each job wraps
+    ``beat`` reports progress, and raises CaptureAborted when the caller of the task has given up. A thread that was
+    left behind and returns therefore commits and deletes nothing. A store lives longer than a task, so each task wraps
     its storage anew (``SnapshotStore.watched``): a thread that was left behind keeps the ``beat`` that raises.
     """
 
@@ -68,7 +68,7 @@ class WatchedStorage(Storage):
         self._storage.put(path, data)
 
     def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
-        """See ``Storage.link``. The copy of each part is progress of the job. ``beat`` is not used."""
+        """See ``Storage.link``. The copy of each part is progress of the task. ``beat`` is not used."""
         self._beat()
         return self._storage.link(path, new_path, self._beat)
 

@@ -27,12 +27,15 @@ class Budget:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reserved = 0
-        self._expected = 0
+        self._growth_bytes: Callable[[], int] = int
 
-    def expect(self, growth_bytes: int) -> None:
-        """Leave room for memory that all trainers together are still going to take."""
-        with self._lock:
-            self._expected = growth_bytes
+    def expect(self, growth_bytes: Callable[[], int]) -> None:
+        """Leave room for growth.
+
+        Args:
+            growth_bytes: returns the memory that all trainers together are still going to take. Called on any thread.
+        """
+        self._growth_bytes = growth_bytes
 
     def free_bytes(self) -> int:
         """Return the bytes that slots may still take."""
@@ -40,7 +43,7 @@ class Budget:
             return self._free_bytes()
 
     def _free_bytes(self) -> int:
-        return max(0, available_bytes() - _RESERVE_BYTES - self._reserved - self._expected)
+        return max(0, available_bytes() - _RESERVE_BYTES - self._reserved - self._growth_bytes())
 
     def check(self, size_bytes: int, purpose: str) -> None:
         """Check that so much memory is free. ``purpose``: its use, for the message. Raises: MemoryBoundExceeded."""

@@ -163,6 +163,9 @@ class Links:
 
     async def _use(self, node: int, stream: Stream, address: str) -> None:
         """Exchange messages with a node until the link fails."""
+        if self._is_closed:  # ``wait_for`` of Python 3.10 and 3.11 may lose the cancel, and return what arrived
+            stream.close()
+            return
         link = _Link(stream, address, self._me)
         earlier = self._links.get(node)
         if earlier is not None:

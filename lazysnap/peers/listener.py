@@ -2,20 +2,22 @@
 line per host.
 """
 
+import contextlib
 import ipaddress
 import logging
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError
-from lazysnap.peers.wire import reason
+from lazysnap.peers.wire import Violation, reason
 
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN = 64
 """Connections that have not shown who they are yet; more are closed at once."""
-MAX_CONNECTIONS = 1024
-"""More are closed at once."""
+MAX_READERS = 1024
+"""Readers that are served at a time; more are closed at once. One whose source hangs counts until that returns."""
 _MAX_NAMED = 256
 """Hosts whose refusal is logged as a warning; a scanner must not fill the log."""
 _BACKLOG = 128
@@ -43,32 +45,35 @@ class ConnectionLimit:
     """Counts the connections of one port. On the loop's thread.
 
     Invariant: at most ``MAX_UNKNOWN`` connections are open that have not proven the secret, and at most
-    ``MAX_CONNECTIONS`` in all.
+    ``MAX_READERS`` read. Each other node has one link, which no number of readers keeps out.
     """
 
     def __init__(self) -> None:
         self._num_unknown = 0
-        self._num_known = 0
+        self._num_readers = 0
         self._named_hosts: set[str] = set()
 
     def enter(self) -> bool:
         """Count a new connection as unknown. Returns: False, if it must be closed because there are too many."""
-        if self._num_unknown >= MAX_UNKNOWN or self._num_unknown + self._num_known >= MAX_CONNECTIONS:
+        if self._num_unknown >= MAX_UNKNOWN:
             return False
         self._num_unknown += 1
         return True
 
-    def become_known(self) -> None:
-        """Count a connection as one that has proven the secret."""
+    def leave(self) -> None:
+        """Do not count a connection as unknown any more: it has proven the secret, or ended."""
         self._num_unknown -= 1
-        self._num_known += 1
 
-    def leave(self, *, is_known: bool) -> None:
-        """Do not count a connection any more."""
-        if is_known:
-            self._num_known -= 1
-        else:
-            self._num_unknown -= 1
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Count a reader meanwhile. Raises: Violation, if there are too many."""
+        if self._num_readers >= MAX_READERS:
+            raise Violation("there are too many readers")
+        self._num_readers += 1
+        try:
+            yield
+        finally:
+            self._num_readers -= 1
 
     def refuse(self, address: str, host: str, error: BaseException) -> None:
         """Log that a connection was refused: once per host as a warning."""

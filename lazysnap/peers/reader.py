@@ -10,7 +10,6 @@ import xxhash
 from msgspec import msgpack
 
 from lazysnap.errors import ConfigError, FormatError, KeeperError
-from lazysnap.peers.blocking import left_s, receive_exactly, receive_message
 from lazysnap.peers.messages import MAX_READ_BYTES, Answer, Block, PeerRefused, Read, Subject
 from lazysnap.peers.secret import handshake
 from lazysnap.peers.wire import (
@@ -19,7 +18,10 @@ from lazysnap.peers.wire import (
     Violation,
     frame,
     keep_alive,
+    left_s,
     reason,
+    receive_exactly,
+    receive_message,
 )
 
 PATIENCE_S = 300.0

@@ -15,10 +15,9 @@ from msgspec import msgpack
 
 from lazysnap.errors import LazySnapError
 from lazysnap.levels.source import BlockSource
-from lazysnap.peers.blocking import receive_message
 from lazysnap.peers.listener import Deadlines
 from lazysnap.peers.messages import MAX_TEXT, Block, NotYet, Read, Refusal, Request, Subject
-from lazysnap.peers.wire import FAILURES, Violation, frame
+from lazysnap.peers.wire import FAILURES, Violation, frame, receive_message
 
 logger = logging.getLogger(__name__)
 

@@ -170,8 +170,8 @@ class Peers:
             return
         try:
             connection, (host, port, *_) = self._listener.accept()
-        except BlockingIOError:
-            return
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # nobody waits any more
         except OSError as error:
             logger.warning("peers: a connection cannot be accepted: %s", error)
             self._loop.remove_reader(self._listener)
@@ -203,8 +203,8 @@ class Peers:
                 return  # it ended meanwhile
             await stream.authenticate(start.secret, is_server=True)
             is_known = True
-            limit.become_known()
-            await self._converse(stream, address)
+            limit.leave()
+            await self._converse(stream, address, limit)
         except Violation as error:
             limit.refuse(address, host, error)
         except FAILURES as error:
@@ -213,14 +213,15 @@ class Peers:
             else:
                 limit.refuse(address, host, error)
         finally:
-            limit.leave(is_known=is_known)
+            if not is_known:
+                limit.leave()
             if stream is not None:
                 stream.close()
                 self._streams.discard(stream)
 
     # Conversations
 
-    async def _converse(self, stream: Stream, address: str) -> None:
+    async def _converse(self, stream: Stream, address: str, limit: ConnectionLimit) -> None:
         message = await stream.receive(_decoder, self._deadlines.idle_s)
         if isinstance(message, Hello):
             assert self._links is not None
@@ -229,4 +230,5 @@ class Peers:
         if not isinstance(message, Read):
             raise Violation(f"{type(message).__name__} instead of a read")
         serve = functools.partial(serve_reads, sources=self._sources, read=message, deadlines=self._deadlines)
-        await stream.lend(serve)
+        with limit.reading():
+            await stream.lend(serve)

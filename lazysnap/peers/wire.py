@@ -1,4 +1,4 @@
-"""The codec of connections between keepers, without input or output: the asyncio side and the blocking one share it.
+"""The codec of connections between keepers, and receiving by blocking calls; ``peers.streams`` receives on the loop.
 
 On the wire: the handshake of ``peers.secret``, then messages as frames. A frame is a length (4 bytes, big-endian,
 bounded), a checksum (8 bytes, xxh3_64) and that many bytes of MessagePack, of which the checksum is. Nothing is
@@ -8,6 +8,7 @@ allocated for a frame that is too long. The raw bytes of a block follow behind i
 import asyncio
 import socket
 import struct
+import time
 from typing import TypeVar
 
 import xxhash
@@ -59,6 +60,31 @@ def parse_frame(data: bytes | bytearray, expected_checksum: int, decoder: "msgpa
         return decoder.decode(data)
     except (DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Violation(f"a malformed message: {error}") from error
+
+
+def receive_message(connection: socket.socket, decoder: "msgpack.Decoder[M]", timeout_s: float) -> M:
+    """Return the next message. Blocks: at most ``timeout_s``. Raises: one of ``FAILURES``."""
+    deadline = time.monotonic() + timeout_s
+    length, checksum = parse_head(receive_exactly(connection, HEAD_BYTES, deadline))
+    return parse_frame(receive_exactly(connection, length, deadline), checksum, decoder)
+
+
+def receive_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytearray:
+    """Return so many bytes. Blocks: until ``deadline``. Raises: OSError; EOFError, if the connection ended."""
+    data = bytearray(size_bytes)
+    num_received = 0
+    while num_received < size_bytes:
+        connection.settimeout(left_s(deadline))
+        count = connection.recv_into(memoryview(data)[num_received:])
+        if not count:
+            raise EOFError
+        num_received += count
+    return data
+
+
+def left_s(deadline: float) -> float:
+    """Return the seconds until then, for ``settimeout``, to which 0 means something else."""
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def keep_alive(connection: socket.socket) -> None:

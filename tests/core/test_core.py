@@ -14,6 +14,7 @@ from lazysnap.core.messages import (
     GrantProgress,
     JobSettings,
     LevelOrder,
+    LevelReport,
     LevelSettings,
     MemoryWish,
     NamedStep,
@@ -81,8 +82,8 @@ def driver_with_a_grant() -> tuple[Driver, int]:
     driver = Driver()
     done = driver.report(STATE)
     driver.see(THREE_EMPTY)
-    [job] = of_kind(done, ListLevel)
-    driver.step(Listed(job.number, ()))
+    [task] = of_kind(done, ListLevel)
+    driver.step(Listed(task.number, ()))
     grant = driver.core.job.node.levels[0].grant
     assert grant is not None
     return driver, grant.step
@@ -225,7 +226,7 @@ class TestStarts:
 
         done = driver.report(structs.replace(STATE, start=START + 1, job=other), pid=200, connection=2)
 
-        assert actions.AbandonJob(0, before.number) in done
+        assert actions.CancelTask(0, before.number) in done
         assert actions.BeginJob(other) in done
         [after] = of_kind(done, ListLevel)
         assert after.number > before.number
@@ -240,7 +241,7 @@ class TestStarts:
 
         driver.step(Listed(hanging.number, ()))
 
-        assert not driver.core._threads.abandoned[LEVEL.url]
+        assert not driver.core._abandoned[LEVEL.url]
 
     def test_a_start_that_is_older_does_not_change_the_job(self):
         """One rank of a node may begin the next start before another one."""
@@ -271,9 +272,9 @@ class TestStarts:
         assert not of_kind(done, actions.FreeSlot)
 
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)), (old,))
-        job = driver.core.job.level_jobs[0].job
-        assert isinstance(job, WriteLevel)
-        done = driver.step(actions.StepStored(job.number))
+        task = driver.core.job.level_tasks[0].task
+        assert isinstance(task, WriteLevel)
+        done = driver.step(actions.StepStored(task.number))
 
         assert actions.FreeSlot(1, 9) in done
 
@@ -284,11 +285,11 @@ class TestNames:
         named = NamedStep("mine", StepKey(START, step))
         driver.report(structs.replace(STATE, names=(named,)))
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
-        done = driver.step(actions.StepStored(driver.core.job.level_jobs[0].job.number))
-        [job] = of_kind(done, actions.SetNames)
+        done = driver.step(actions.StepStored(driver.core.job.level_tasks[0].task.number))
+        [task] = of_kind(done, actions.SetNames)
 
         refusal = NameRefusal("level", "mine", "a file of somebody else")
-        done = driver.step(actions.NamesSet(job.number, (refusal,)))
+        done = driver.step(actions.NamesSet(task.number, (refusal,)))
 
         assert driver.sent(done).name_refusals == (refusal,)
         assert not of_kind(done, actions.SetNames)
@@ -333,6 +334,18 @@ class TestTheEnd:
 
         assert driver.core.phase is Phase.DRAINING
 
+    def test_a_trainer_that_comes_only_to_say_that_it_left_leaves_memory_to_a_restart(self):
+        left = structs.replace(STATE, slots=(0,), linger_s=600.0, is_sealed=True, farewell=Farewell.LEFT)
+        driver = Driver()
+        driver.report(left)
+        driver.see((slot(0, 4), empty(1), empty(2)))
+
+        driver.pass_time(START_GRACE_S)
+
+        assert driver.core.phase is Phase.LINGERING
+        driver.pass_time(600.0)
+        assert driver.core.phase is not Phase.LINGERING
+
     def test_a_new_keeper_stores_what_is_handed_over_by_a_training_that_is_over(self):
         over = structs.replace(STATE, slots=(0,), required=(4,), is_sealed=True, farewell=Farewell.OVER)
         driver = Driver()
@@ -341,10 +354,10 @@ class TestTheEnd:
         driver.see((slot(0, 4), empty(1), empty(2)))
         done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
-        driver.step(actions.JobMoved(0, write.number))
+        driver.step(actions.TaskMoved(0, write.number))
 
         driver.now += START_GRACE_S
-        assert not of_kind(driver.step(actions.JobMoved(0, write.number)), actions.Finish)
+        assert not of_kind(driver.step(actions.TaskMoved(0, write.number)), actions.Finish)
         assert not of_kind(driver.pass_time(1.0), actions.Finish)
         assert actions.Finish() in driver.step(actions.StepStored(write.number))
 
@@ -361,9 +374,9 @@ class TestTheEnd:
         every_100 = structs.replace(SETTINGS, levels=(structs.replace(LEVEL, every_n_steps=100),))
         state = structs.replace(STATE, job=every_100)
         driver = Driver()
-        [job] = of_kind(driver.report(state), ListLevel)
+        [task] = of_kind(driver.report(state), ListLevel)
         driver.see((slot(0, 5), empty(1), empty(2)))
-        driver.step(Listed(job.number, ()))
+        driver.step(Listed(task.number, ()))
 
         done = driver.report(structs.replace(state, is_preempted=True))
 
@@ -385,25 +398,25 @@ class TestTheEnd:
         driver = Driver()
         done = driver.report(sealed)
         assert driver.sent(done).lost == ()
-        [job] = of_kind(done, ListLevel)
-        done = driver.step(Listed(job.number, ()))
+        [task] = of_kind(done, ListLevel)
+        done = driver.step(Listed(task.number, ()))
         assert not of_kind(done, WriteLevel)
-        assert not driver.core.job.node.lost
+        assert not driver.core.job.node.order.lost
 
         driver.see((slot(0, 4), empty(1), empty(2)))
         done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
 
-        assert [job.key.step for job in of_kind(done, WriteLevel)] == [4]
+        assert [task.key.step for task in of_kind(done, WriteLevel)] == [4]
 
     def test_a_step_that_memory_lacks_is_not_lost_before_all_levels_are_listed(self):
         driver = Driver()
-        [job] = of_kind(driver.report(structs.replace(STATE, required=(4,), is_sealed=True)), ListLevel)
+        [task] = of_kind(driver.report(structs.replace(STATE, required=(4,), is_sealed=True)), ListLevel)
         driver.see((slot(0, 7), empty(1), empty(2)))
-        assert not driver.core.job.node.lost
+        assert not driver.core.job.node.order.lost
 
-        driver.step(Listed(job.number, (StepKey(START, 4),)))
+        driver.step(Listed(task.number, (StepKey(START, 4),)))
 
-        assert not driver.core.job.node.lost
+        assert not driver.core.job.node.order.lost
 
     def test_a_required_step_that_only_a_faster_level_has_is_copied_before_the_end(self):
         slow = LevelSettings("slow", every_n_steps=100)
@@ -434,35 +447,35 @@ class TestSeveralLevels:
         slow = structs.replace(LEVEL, url="slow", is_shared=is_shared)
         state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(LEVEL, slow)))
         driver = Driver()
-        for job in of_kind(driver.report(state), ListLevel):
-            driver.step(Listed(job.number, ()))
+        for task in of_kind(driver.report(state), ListLevel):
+            driver.step(Listed(task.number, ()))
         driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
-        [write] = [level.job for level in driver.core.job.level_jobs[:1]]
+        [write] = [level.task for level in driver.core.job.level_tasks[:1]]
 
         done = driver.step(actions.StepStored(write.number))
 
-        assert [job.source for job in of_kind(done, WriteLevel) if job.level == 1] == ([0] if copies else [])
+        assert [task.source for task in of_kind(done, WriteLevel) if task.level == 1] == ([0] if copies else [])
         if not copies:
-            assert driver.core.job.node.levels[1].source is None
+            assert driver.core.job.node.levels[1].order.source is None
 
     def test_a_required_step_that_no_level_can_take_does_not_stop_redundancy(self):
         """Its grant lies ahead, and nothing is gained by giving it up: it was given up again and again."""
         settings = structs.replace(SETTINGS, redundancy=RedundancySettings(every_n_steps=3))
         state = structs.replace(STATE, job=settings, memory=MemoryWish(4, 0, 1), required=(1,))
         driver = Driver()
-        for job in of_kind(driver.report(state), ListLevel):
-            driver.step(Listed(job.number, ()))
+        for task in of_kind(driver.report(state), ListLevel):
+            driver.step(Listed(task.number, ()))
         driver.see((slot(0, 1, is_held=True), empty(1), empty(2), empty(3)))
-        write, parity = [level.job for level in driver.core.job.level_jobs]
+        write, parity = [level.task for level in driver.core.job.level_tasks]
         driver.step(actions.StepStored(parity.number))
         driver.step(actions.Failed(write.number, "the disk is away"))
         redundancy = driver.core.job.node.levels[1]
-        version = redundancy.version
+        version = redundancy.order.version
         assert redundancy.grant == StepKey(START, 3)
 
         driver.pass_time(0.1)
 
-        assert redundancy.version == version
+        assert redundancy.order.version == version
         assert redundancy.grant == StepKey(START, 3)
 
     def test_a_level_that_still_reads_an_older_step_crowds_out_the_next_one(self):
@@ -497,11 +510,11 @@ class TestRequiredSteps:
         state = structs.replace(STATE, step=3, job=settings, memory=self.FOUR_SLOTS)
         done = driver.report(state)
         driver.see((empty(0), *self.EMPTY))
-        for job in of_kind(done, ListLevel):
-            driver.step(Listed(job.number, ()))
+        for task in of_kind(done, ListLevel):
+            driver.step(Listed(task.number, ()))
         driver.see((slot(0, 4), *self.EMPTY))
         done = driver.see((slot(0, 4, is_held=True), *self.EMPTY))
-        [write] = [job for job in of_kind(done, WriteLevel) if job.level == 0]
+        [write] = [task for task in of_kind(done, WriteLevel) if task.level == 0]
         return driver, state, driver.step(actions.StepStored(write.number))
 
     def test_one_that_is_gone_is_given_up_also_while_a_step_ahead_is_granted(self):
@@ -509,8 +522,8 @@ class TestRequiredSteps:
         rare = structs.replace(LEVEL, every_n_steps=10)
         state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(rare,)))
         driver = Driver()
-        [job] = of_kind(driver.report(state), ListLevel)
-        driver.step(Listed(job.number, ()))
+        [task] = of_kind(driver.report(state), ListLevel)
+        driver.step(Listed(task.number, ()))
         driver.see((slot(0, 3), slot(1, 4), slot(2, 5)))
         assert driver.core.job.node.levels[0].grant == StepKey(START, 10)
 
@@ -539,10 +552,28 @@ class TestRequiredSteps:
         [_, slow] = driver.sent(done).levels
         assert slow.given_up == ()
 
+    @pytest.mark.parametrize("last", [0, 1])
+    def test_one_that_a_level_may_have_is_not_lost_before_that_one_is_listed(self, last):
+        """A new keeper: memory has newer steps only, and one level is not listed yet."""
+        settings = JobSettings("run", (LEVEL, LevelSettings("slow", every_n_steps=100)))
+        driver = Driver()
+        listings = of_kind(driver.report(structs.replace(STATE, job=settings, required=(2,))), ListLevel)
+        driver.see((slot(0, 7), slot(1, 8), slot(2, 9)))
+
+        done = driver.step(Listed(listings[1 - last].number, ()))
+
+        assert driver.core.job.node.order.lost == ()
+        assert (StepKey(START, 2) in driver.sent(done).levels[1 - last].given_up) == (last == 1)
+
+        done = driver.step(Listed(listings[last].number, (StepKey(START, 2),)))
+
+        assert driver.core.job.node.order.lost == ()
+        assert [task.key.step for task in of_kind(done, WriteLevel) if task.source == 0] == [2] * (last == 0)
+
     def test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one(self):
         slow = LevelSettings("slow", every_n_steps=5)
         driver, state, done = self.driver_that_stored(JobSettings("run", (LEVEL, slow)))
-        assert [job.source for job in of_kind(done, WriteLevel)] == [0]
+        assert [task.source for task in of_kind(done, WriteLevel)] == [0]
 
         driver.report(structs.replace(state, required=(4,)))
 
@@ -595,10 +626,10 @@ class TestLevelsByTime:
     def test_the_first_capture_is_stored_at_once_and_the_next_one_a_minute_later(self):
         """With steps of half a minute nothing would be on storage for a long time else."""
         driver = Driver()
-        [job] = of_kind(driver.report(structs.replace(STATE, job=JobSettings("run", (self.LEVEL,)))), ListLevel)
+        [task] = of_kind(driver.report(structs.replace(STATE, job=JobSettings("run", (self.LEVEL,)))), ListLevel)
         driver.see((slot(0, 1), empty(1), empty(2)))
 
-        done = driver.step(Listed(job.number, ()))
+        done = driver.step(Listed(task.number, ()))
         assert Hold(0, 0, sequence=2, num_kept=1) in done
         done = driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
@@ -617,8 +648,8 @@ def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_req
     driver.see((slot(0, step), slot(1, step + 1), slot(2, step + 2)))
 
     done = driver.step(actions.ProcessDied(100))
-    [job] = of_kind(done, ListLevel) or [driver.core.job.level_jobs[0].job]
-    done = driver.step(Listed(job.number, ()))
+    [task] = of_kind(done, ListLevel) or [driver.core.job.level_tasks[0].task]
+    done = driver.step(Listed(task.number, ()))
 
     held = [action.sequence for action in of_kind(done, Hold)]
     assert held
@@ -630,14 +661,14 @@ class TestWhatIsStoredFirst:
         """Memory has one slot to spare: while the write went on the named step would be written over."""
         driver, step = driver_with_a_grant()
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
-        write = driver.core.job.level_jobs[0].job
+        write = driver.core.job.level_tasks[0].task
         assert isinstance(write, WriteLevel)
         driver.see((slot(0, step, is_held=True), slot(1, step + 1), empty(2)))
 
         named = NamedStep("mine", StepKey(START, step + 1))
         done = driver.report(structs.replace(STATE, names=(named,)))
 
-        assert actions.CancelJob(0, write.number) in done
+        assert actions.CancelTask(0, write.number) in done
         assert Hold(0, 1, sequence=step + 2, num_kept=1) in done
 
     def test_the_end_of_a_cancelled_write_does_not_give_up_the_next_grant_of_its_step(self):
@@ -645,9 +676,9 @@ class TestWhatIsStoredFirst:
         driver, step = driver_with_a_grant()
         older = slot(1, step - 1)
         driver.see((slot(0, step, is_whole=False, is_held=True), older, empty(2)))
-        cancelled = driver.core.job.level_jobs[0].job
+        cancelled = driver.core.job.level_tasks[0].task
         state = structs.replace(STATE, names=(NamedStep("mine", StepKey(START, step - 1)),))
-        assert actions.CancelJob(0, cancelled.number) in driver.report(state)
+        assert actions.CancelTask(0, cancelled.number) in driver.report(state)
         driver.see((slot(0, step, is_held=True), older, empty(2)))
         driver.report(structs.replace(state, is_sealed=True))
 
@@ -660,8 +691,8 @@ class TestWhatIsStoredFirst:
         rare = structs.replace(LEVEL, every_n_steps=50)
         settings = JobSettings("run", (rare,), RedundancySettings(every_n_steps=10))
         driver = Driver()
-        for job in of_kind(driver.report(structs.replace(STATE, job=settings)), ListLevel):
-            driver.step(Listed(job.number, ()))
+        for task in of_kind(driver.report(structs.replace(STATE, job=settings)), ListLevel):
+            driver.step(Listed(task.number, ()))
         driver.see(THREE_EMPTY)
 
         level, redundancy = driver.core.job.node.levels
@@ -671,8 +702,8 @@ class TestWhatIsStoredFirst:
     def test_redundancy_that_is_due_more_rarely_does_not_take_each_step_that_a_level_reads(self):
         settings = JobSettings("run", (LEVEL,), RedundancySettings(every_n_steps=50))
         driver = Driver()
-        for job in of_kind(driver.report(structs.replace(STATE, step=60, job=settings)), ListLevel):
-            driver.step(Listed(job.number, (StepKey(START, 55),) if job.level == 1 else ()))
+        for task in of_kind(driver.report(structs.replace(STATE, step=60, job=settings)), ListLevel):
+            driver.step(Listed(task.number, (StepKey(START, 55),) if task.level == 1 else ()))
         driver.see(THREE_EMPTY)
 
         level, redundancy = driver.core.job.node.levels
@@ -685,7 +716,7 @@ class TestWhatIsStoredFirst:
         driver, _ = driver_with_a_grant()
         level = driver.core.job.node.levels[0]
         assert level.progress is GrantProgress.WAITING
-        driver.core.job.level_jobs[0].job = actions.DeleteFiles(0, 77, (StepKey(1, 1),))
+        driver.core.job.level_tasks[0].task = actions.DeleteFiles(0, 77, (StepKey(1, 1),))
 
         driver.step(actions.Failed(77, "the disk is away"))
 
@@ -711,6 +742,33 @@ class TestOtherNodes:
         numbers.append(driver.core.job.coordinator.number)
 
         assert len(set(numbers)) == 3
+
+    def test_a_report_on_an_earlier_grant_of_the_same_step_does_not_count(self):
+        """The file that it speaks of may be deleted since."""
+        settings = structs.replace(SETTINGS, world_size=2, num_nodes=2)
+        key = StepKey(START, 1)
+        driver = Driver()
+        [listing] = of_kind(driver.report(structs.replace(STATE, job=settings)), ListLevel)
+        driver.see(THREE_EMPTY)
+        driver.step(Listed(listing.number, ()))
+        job = driver.core.job
+
+        def other_reports(version: int, grant: StepKey | None, progress: GrantProgress) -> list[actions.Action]:
+            level = LevelReport(version, grant, progress, True, ())
+            return driver.step(Report(1, job.digest, job.coordinator.number, (level,)))
+
+        other_reports(0, None, GrantProgress.IDLE)
+        other_reports(1, None, GrantProgress.IDLE)
+        [level] = job.coordinator.levels
+        assert (level.version, level.grant) == (2, key)
+        driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
+        driver.step(actions.StepStored(job.level_tasks[0].task.number))
+
+        other_reports(1, key, GrantProgress.STORED)
+        assert level.complete == set()
+
+        other_reports(2, key, GrantProgress.STORED)
+        assert level.complete == {key}
 
     @pytest.mark.parametrize("change", [{"levels": (structs.replace(LEVEL, is_shared=False),)}, {"redundancy": PARITY}])
     def test_what_a_keeper_with_other_settings_reports_does_not_count(self, change):

@@ -175,7 +175,7 @@ def is_storing(world: World, step: int) -> bool:
 def is_answered(world: World, named: NamedStep) -> bool:
     keepers = [node.keeper for node in world.nodes if node.keeper is not None]
     is_given = any(named in names for names in world.names)
-    return is_given or any(named.key in keeper.core.job.node.lost for keeper in keepers)
+    return is_given or any(named.key in keeper.core.job.node.order.lost for keeper in keepers)
 
 
 NUM_PARTS = 20

@@ -28,13 +28,13 @@ from lazysnap.core.messages import (
     StepKey,
 )
 from lazysnap.errors import JobBusy, KeeperError
-from lazysnap.keeper import search, silence
+from lazysnap.keeper import search, trainer_link
 from lazysnap.keeper.asking import NeighbourMemory, ask
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import Answer, KeptMemory, Question, SlotFacts
-from lazysnap.keeper.silence import Silence
+from lazysnap.keeper.trainer_link import Silence
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -298,7 +298,7 @@ def test_a_lost_connection_begins_again_with_state_and_slots(keeper, client, pee
 
 
 def test_a_keeper_that_sends_nothing_is_asked_and_found_silent(keeper, make_client, monkeypatch):
-    monkeypatch.setattr(silence, "_LEAST_S", 0.0)
+    monkeypatch.setattr(trainer_link, "_LEAST_S", 0.0)
     client = make_client(io_timeout_s=0.6)
     client.start()
     peer = keeper.accept()

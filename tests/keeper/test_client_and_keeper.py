@@ -14,7 +14,7 @@ from support.waiting import until
 from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import Farewell, JobSettings, LevelSettings, MemoryWish, NamedStep, StepKey
 from lazysnap.errors import KeeperError
-from lazysnap.keeper import silence
+from lazysnap.keeper import trainer_link
 from lazysnap.keeper.asking import NeighbourMemory, ask
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
@@ -188,7 +188,7 @@ def test_another_process_is_refused_and_may_look(training):
 
 
 def test_a_stopped_keeper_is_silent_and_training_goes_on(make_training, monkeypatch):
-    monkeypatch.setattr(silence, "_LEAST_S", 0.0)
+    monkeypatch.setattr(trainer_link, "_LEAST_S", 0.0)
     training = make_training(io_timeout_s=1.0).begin()
     os.kill(training.client.keeper_pid, signal.SIGSTOP)
     training.wait(lambda _: training.client.is_silent)

@@ -10,7 +10,6 @@ from support.names import START
 from support.waiting import until
 
 from lazysnap import events
-from lazysnap.config import PersistentLevel
 from lazysnap.core.messages import Farewell, JobSettings, KeeperAlert, LevelSettings
 from lazysnap.keeper.event_file import EventFileWriter
 from lazysnap.shard.names import events_file_name, parse_events_file_name
@@ -268,7 +267,7 @@ def write(tmp_path):
     opened = []
 
     def begin(url=None, node=0):
-        opened.append(EventFileWriter(PersistentLevel(url or str(tmp_path)), RUN, node))
+        opened.append(EventFileWriter(LevelSettings(url or str(tmp_path)), RUN, node))
         return opened[-1]
 
     yield begin

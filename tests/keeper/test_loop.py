@@ -140,6 +140,27 @@ def test_too_little_memory_is_refused_with_the_reason(connect):
     assert "MemoryLevel.max_bytes leaves 1000" in state.memory_refusal
 
 
+def test_what_training_still_takes_is_left_free_before_the_first_slot_is_made():
+    script = (
+        "from support.hand_trainer import WISH, identity_of\n"
+        "from msgspec.structs import replace\n"
+        "from lazysnap.core.actions import TrainerReported\n"
+        "from lazysnap.core.messages import TrainerState\n"
+        "from lazysnap.keeper.loop import Keeper\n"
+        "from lazysnap.memory.budget import NODE\n"
+        f"keeper = Keeper(identity_of({JOB_ID!r}).files.try_lock(), None)\n"
+        "state = TrainerState(local_rank=0, memory=replace(WISH, growth_bytes=1 << 60))\n"
+        "before = NODE.free_bytes()\n"
+        "keeper._core.step(TrainerReported(1, 1, state), now=0.0)  # nothing is carried out yet\n"
+        "print(before > 0, NODE.free_bytes())"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    run = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True, timeout=60)
+
+    assert run.stdout == "True 0\n", run.stderr
+
+
 def test_a_trainer_that_dies_leaves_its_captures_to_the_next_one(connect):
     with killed_trainer(1, 2, 3) as process:
         trainer = connect()

@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lazysnap import MemoryLevel, PersistentLevel, Redundancy, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import WaitTimeout
-from lazysnap.keeper.silence import Silence
+from lazysnap.keeper.trainer_link import Silence
 from lazysnap.ranks.world import World
 from lazysnap.state.sharding import local_of
 

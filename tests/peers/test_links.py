@@ -1,7 +1,9 @@
 """Links between keepers, over real sockets: who is let in, what is refused, what comes back after a death."""
 
+import asyncio
 import contextlib
 import dataclasses
+import errno
 import gc
 import logging
 import os
@@ -10,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import msgspec
 import pytest
@@ -17,6 +20,7 @@ from raw_peer import (
     WAIT_S,
     announced,
     authenticated,
+    exactly,
     frame,
     is_closed,
     peak_kib,
@@ -30,6 +34,7 @@ from support.waiting import until
 
 from lazysnap.core.actions import PlainEvent
 from lazysnap.core.messages import GrantProgress, LevelOrder, LevelReport, Order, PeerSettings, Report, StepKey
+from lazysnap.peers.links import Links
 from lazysnap.peers.messages import Hello, SlotOf
 from lazysnap.peers.secret import draw_secret
 from lazysnap.peers.wire import MAX_FRAME_BYTES
@@ -344,6 +349,47 @@ def test_ends_that_are_closed_while_others_connect_leave_nothing(secret):
             until(lambda port=port, before=sockets_before: sockets_at(port) <= before)
     thread.close()
     gc.collect()
+
+
+def test_a_link_that_is_made_after_the_end_is_closed_at_once(loop_thread, secret, impostor):
+    """The cancel of its task may be lost: what arrived at the same moment is returned instead (Python 3.11)."""
+    is_connecting = threading.Event()
+    is_closed_here = threading.Event()
+
+    def answer(connection, stop):
+        exactly(connection, len(frame(hello(1))))
+        is_connecting.set()
+        is_closed_here.wait(WAIT_S)
+        connection.sendall(frame(hello(0)))
+
+    events = []
+    links = Links(secret, hello(1), 2, events.append, QUICK)
+    task = asyncio.run_coroutine_threadsafe(links.keep_up(0, *impostor(answer)), loop_thread.loop)
+    assert is_connecting.wait(WAIT_S)
+
+    loop_thread.call(links.close)
+    is_closed_here.set()
+
+    task.result(WAIT_S)
+    assert events == []
+
+
+def test_a_connection_that_is_given_up_before_it_is_accepted_holds_up_nobody(make_end, monkeypatch, caplog):
+    first = make_end(0)
+    accept = socket.socket.accept
+    failures = [ConnectionAbortedError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))]
+
+    def accept_later(listener):
+        if failures:
+            raise failures.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    make_end(1)
+
+    first.inbox.until(PlainEvent.PEER_UP)
+    assert not failures
+    assert "cannot be accepted" not in caplog.text
 
 
 def test_settings_that_cannot_be_listened_at_are_logged_and_harm_nobody(loop_thread, secret, caplog):

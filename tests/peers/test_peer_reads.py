@@ -25,8 +25,10 @@ from raw_peer import (
 from support.peer_ends import QUICK, Table
 from support.waiting import TIMEOUT_S, until
 
+from lazysnap.core.actions import PlainEvent
 from lazysnap.errors import KeeperError
 from lazysnap.memory.capture_reader import CaptureAborted
+from lazysnap.peers import listener
 from lazysnap.peers.messages import (
     MAX_READ_BYTES,
     Block,
@@ -220,6 +222,23 @@ def test_a_source_that_hangs_holds_up_its_reader_alone(serve, connect, address, 
             stack.enter_context(authenticated(address, secret)).sendall(frame(Read(PART, 0, 1)))
         until(lambda: slow.num_asked >= 5)
         assert_still_serves(connect)
+        slow.goes_on.set()
+
+
+def test_readers_whose_source_hangs_keep_out_other_readers_and_no_link(serve, make_end, address, secret, monkeypatch):
+    monkeypatch.setattr(listener, "MAX_READERS", 2)
+    slow = whole()
+    slow.goes_on.clear()
+    first = serve({PART: slow})
+    with contextlib.ExitStack() as stack:
+        for number in range(1, 4):
+            peer = stack.enter_context(authenticated(address, secret))
+            peer.sendall(frame(Read(PART, 0, 1)))
+            if number <= 2:
+                until(lambda number=number: slow.num_asked == number)
+        assert is_closed(peer)
+        make_end(1)
+        first.inbox.until(PlainEvent.PEER_UP)
         slow.goes_on.set()
 
 

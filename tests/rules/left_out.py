@@ -31,7 +31,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestLevelsByTime::test_the_first_capture_is_stored_at_once_and_the_next_one_a_minute_later": [
         ("core/coordinator.py", "Coordinator._grant_level", "not level.is_open"),
         ("core/coordinator.py", "Coordinator._grant_due", "not is_due and (not ahead)"),
-        ("core/job.py", "JobCore._with_newest", "not (wants.is_preempted or self.is_preempted)"),
+        ("core/job.py", "JobCore._with_newest", "not (wants.is_preempted or self.node.order.is_preempted)"),
     ],
     "core/test_core.py::TestMemory::test_a_refusal_is_reported_and_tried_again": [
         ("core/core.py", "Core._update_trainers", "state != rank.last_sent"),
@@ -42,12 +42,15 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestNames::test_a_name_is_not_given_before_the_fastest_level_that_has_the_step_gave_it": [
         ("core/job.py", "JobCore.given_names", "not any((self._is_to_name(faster, named) for faster in range(index)))"),
         ("core/job.py", "JobCore._is_to_name", "level.progress is GrantProgress.LISTING"),
-        ("core/job.py", "JobCore._is_to_name", "self.level_jobs[index].may_give(named)"),
+        ("core/job.py", "JobCore._is_to_name", "self.level_tasks[index].may_give(named)"),
     ],
     "core/test_core.py::TestNames::test_a_name_that_a_level_refuses_is_reported_and_not_tried_again": [
-        ("core/jobs.py", "LevelJobs._names_to_set", "self.may_give(named)"),
-        ("core/jobs.py", "LevelJobs.may_give", "named.key in self.level.stored"),
-        ("core/jobs.py", "LevelJobs.may_give", "not is_refused"),
+        ("core/tasks.py", "LevelTasks._names_to_set", "self.may_give(named)"),
+        ("core/tasks.py", "LevelTasks.may_give", "named.key in self.level.stored"),
+        ("core/tasks.py", "LevelTasks.may_give", "not is_refused"),
+    ],
+    "core/test_core.py::TestOtherNodes::test_a_report_on_an_earlier_grant_of_the_same_step_does_not_count": [
+        ("core/coordinator.py", "Coordinator._count_grant", "report.version != level.version"),
     ],
     "core/test_core.py::TestOtherNodes::test_trainers_hear_that_a_node_is_not_reached_and_that_it_is_back": [
         ("core/coordinator.py", "Coordinator.receive", "report.coordinator != self.number"),
@@ -59,6 +62,9 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._grant_next", "self._copies_from_faster(index)"),
         ("core/coordinator.py", "Coordinator._find_overtaken", "self._may_be_overtaken(index)"),
     ],
+    "core/test_core.py::TestRequiredSteps::test_what_is_protected_stays_while_a_trainer_with_fewer_slots_restores": [
+        ("core/node.py", "Node.keys_to_hold", "self.protected is not None"),
+    ],
     "core/test_core.py::TestRequiredSteps::test_one_that_is_to_be_protected_takes_the_place_of_a_grant_ahead": [
         (
             "core/coordinator.py",
@@ -66,12 +72,12 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
             "not self._copies_from_faster(index) and self._may_read_slots(key)",
         ),
         ("core/coordinator.py", "Coordinator._required_at", "self.levels[index].is_redundancy"),
-        ("core/jobs.py", "LevelJobs._write", "len(slots) < len(ranks)"),
+        ("core/tasks.py", "LevelTasks._write", "len(slots) < len(ranks)"),
     ],
     "core/test_core.py::TestSeveralLevels::test_a_level_of_one_node_is_not_copied_from_a_shared_one": [
         ("core/coordinator.py", "Coordinator._grant_copy", "level.passes_a_multiple(newest)"),
         ("core/coordinator.py", "Coordinator._faster", "self._may_copy(faster, index)"),
-        ("core/coordinator.py", "Coordinator._may_copy", "self.levels[index].is_shared"),
+        ("core/coordinator.py", "Coordinator._may_copy", "self.levels[index].settings.is_shared"),
     ],
     "core/test_core.py::TestSeveralLevels::test_a_level_that_still_reads_an_older_step_crowds_out_the_next_one": [
         ("core/coordinator.py", "Coordinator._count_level", "level.is_listing"),
@@ -108,11 +114,11 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._keys_to_drain", "self._source_of(key, index) is not None"),
     ],
     "core/test_core.py::TestTheEnd::test_a_step_that_memory_lacks_is_not_lost_before_all_levels_are_listed": [
-        (
-            "core/coordinator.py",
-            "Coordinator._give_up_what_nobody_has",
-            "not all((level.is_open for level in storage))",
-        ),
+        ("core/coordinator.py", "Coordinator._give_up_what_nobody_has", "not self._is_storage_open()"),
+    ],
+    "core/test_core.py::TestRequiredSteps::test_one_that_a_level_may_have_is_not_lost_before_that_one_is_listed": [
+        ("core/coordinator.py", "Coordinator._find_lost", "not self._is_storage_open()"),
+        ("core/coordinator.py", "Coordinator._may_be_copied", "not level.is_open"),
     ],
     "core/test_core.py::TestTrainers": [
         (
@@ -132,18 +138,18 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("core/coordinator.py", "Coordinator._required_at", "index == 0"),
         ("core/job.py", "JobCore._hold_slots", "rank.is_capturing"),
-        ("core/jobs.py", "LevelJobs._watch", "not self._is_wanted(job, ranks)"),
+        ("core/tasks.py", "LevelTasks._watch", "not self._is_wanted(task, ranks)"),
         (
-            "core/jobs.py",
-            "LevelJobs._is_wanted",
-            "self.level.grant != job.key or self.level.progress is not GrantProgress.WRITING",
+            "core/tasks.py",
+            "LevelTasks._is_wanted",
+            "self.level.grant != task.key or self.level.progress is not GrantProgress.WRITING",
         ),
     ],
     "core/test_core.py::test_a_capture_is_never_held_once_its_slot_may_be_chosen": [
         (
             "core/coordinator.py",
             "Coordinator._takes_newest_begun",
-            "level.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0",
+            "level.settings.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0",
         ),
     ],
     "core/test_core.py::test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_required": [
@@ -156,14 +162,19 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore._hold_slots", "slot.is_held"),
     ],
     "core/test_core_by_model.py::test_a_thread_that_hangs_works_alone_on_its_step_also_after_a_change_of_settings": [
-        ("core/jobs.py", "LevelJobs.deadlines", "len(self._abandoned) < MAX_HANGING"),
-        ("core/jobs.py", "LevelJobs._next_job", "not self.level.is_ready"),
-        ("core/jobs.py", "LevelJobs._write", "key in self._keys_of_hanging_threads()"),
-        ("core/jobs.py", "LevelJobs._watch", "now >= self._moved_at + self.level.timeout_s"),
+        ("core/tasks.py", "LevelTasks.deadlines", "len(self.abandoned) < MAX_HANGING"),
+        ("core/tasks.py", "LevelTasks._next_task", "not self.level.is_ready"),
+        ("core/tasks.py", "LevelTasks._write", "key in self._keys_of_hanging_threads()"),
+        ("core/tasks.py", "LevelTasks._watch", "now >= self._moved_at + self.level.settings.timeout_s"),
     ],
     "core/test_core_by_model.py::test_anything_may_happen_in_a_few_examples": [
-        ("core/coordinator.py", "Coordinator._lose", "not self._is_stored_somewhere(key)"),
+        (
+            "core/coordinator.py",
+            "Coordinator._find_lost",
+            "not any((key in level.complete for level in self._storage))",
+        ),
         ("core/job.py", "JobCore._send_state", "self.coordinator is None and self._sent_report is not None"),
+        ("core/retention.py", "Retention.is_expired", "num_newer >= self.keep_last"),
     ],
     "core/test_core_by_model.py::test_storage_is_not_starved_by_slow_redundancy": [
         ("core/coordinator.py", "Coordinator.deadlines", "level.due_at > now"),
@@ -172,15 +183,20 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._source_of", "key in level.complete"),
         ("core/core.py", "Core._advance_life", "self.phase is Phase.OVER and (not was_over)"),
         ("core/job.py", "JobCore.__init__", "settings.node == COORDINATOR_NODE"),
-        ("core/job.py", "JobCore.receive", "self.coordinator is None and message != self._obeyed"),
+        ("core/job.py", "JobCore.receive", "self.coordinator is None and message != self.node.order"),
         ("core/job.py", "JobCore.deadlines", "self._protected_at + UNPROTECTED_S > now"),
         ("core/job.py", "JobCore._is_alone", "self.coordinator.is_alone"),
         ("core/job.py", "JobCore._exchange", "report != self._sent_report"),
         ("core/job.py", "JobCore.repeat_state", "now < self._repeat_at"),
         ("core/job.py", "JobCore._hold_slots", "key_of(slot) not in keys"),
-        ("core/jobs.py", "LevelJobs.deadlines", "not self.level.is_ready"),
-        ("core/jobs.py", "LevelJobs.ended", "self.job.number != event.number"),
-        ("core/jobs.py", "LevelJobs._next_job", "self.level.progress is GrantProgress.LISTING"),
+        ("core/tasks.py", "LevelTasks.deadlines", "not self.level.is_ready"),
+        ("core/tasks.py", "LevelTasks.ended", "self.task.number != event.number"),
+        ("core/tasks.py", "LevelTasks._next_task", "self.level.progress is GrantProgress.LISTING"),
+    ],
+    "memory/test_slot_choice.py::test_a_held_a_busy_and_the_newest_whole_slots_are_never_chosen": [
+        ("memory/slot_choice.py", "_replaceable", "not view.is_held"),
+        ("memory/slot_choice.py", "_replaceable", "view not in untouched"),
+        ("memory/slot_choice.py", "_replaceable", "view.slot_id not in busy"),
     ],
     "memory/test_slot_choice.py::test_one_capture_that_all_ranks_have_stays": [
         ("memory/slot_choice.py", "kept_whole", "runs_ahead"),

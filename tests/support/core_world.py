@@ -14,7 +14,6 @@ from msgspec import structs
 
 from lazysnap.core import actions
 from lazysnap.core.core import Core
-from lazysnap.core.jobs import MAX_HANGING
 from lazysnap.core.messages import (
     Farewell,
     JobSettings,
@@ -27,6 +26,7 @@ from lazysnap.core.messages import (
     TrainerState,
 )
 from lazysnap.core.node import key_of
+from lazysnap.core.tasks import MAX_HANGING
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, choose_slot, is_untouchable, slots_needed
 
 SLOT_BYTES = 1 << 20
@@ -57,9 +57,9 @@ class Setting:
     loss: float = 0.0
     """Share of messages that are lost, and of those that come twice."""
     failure: float = 0.0
-    """Share of jobs that fail."""
+    """Share of tasks that fail."""
     hang: float = 0.0
-    """Share of stages of jobs that hang."""
+    """Share of stages of tasks that hang."""
 
     @property
     def num_kept(self) -> int:
@@ -140,21 +140,21 @@ class Disk:
     leftovers: set[StepKey] = field(default_factory=set)
 
 
-class SimJob:
-    """A job on its thread, in stages. It may fail or hang at each, and dies with its keeper."""
+class SimTask:
+    """A task on its thread, in stages. It may fail or hang at each, and dies with its keeper."""
 
-    def __init__(self, keeper: "SimKeeper", job: actions.Job) -> None:
+    def __init__(self, keeper: "SimKeeper", task: actions.Task) -> None:
         self.keeper = keeper
         self.world = keeper.world
-        self.job = job
-        self.disk = keeper.disk(job.level)
+        self.task = task
+        self.disk = keeper.disk(task.level)
         self.is_cancelled = False
         self._moved_at = self.world.now
         self._after(self.world.stage_s(), self._begin)
 
     def _after(self, delay_s: float, call: Callable[[], None]) -> None:
         hang_s = self.world.hang_s()
-        if hang_s > 0.0 and self.keeper.draws_endless_hang(self.job.level):
+        if hang_s > 0.0 and self.keeper.draws_endless_hang(self.task.level):
             hang_s = ENDLESS_S
         self.world.after(delay_s + hang_s, self._run_stage, call)
 
@@ -162,95 +162,95 @@ class SimJob:
         if self.keeper.is_alive:
             call()
 
-    def _end(self, event: actions.JobEnded) -> None:
+    def _end(self, event: actions.TaskEnded) -> None:
         self.keeper.handle(event)
 
     def _begin(self) -> None:
-        job = self.job
+        task = self.task
         if self.world.draws_failure():
-            self._end(actions.Failed(job.number, "simulated"))
-        elif isinstance(job, actions.ListLevel):
+            self._end(actions.Failed(task.number, "simulated"))
+        elif isinstance(task, actions.ListLevel):
             self._list()
-        elif isinstance(job, actions.DeleteFiles):
-            self._delete(list(job.keys))
-        elif isinstance(job, actions.SetNames):
-            names = self.world.names[job.level]
-            names.update(job.added)
-            names.difference_update(job.released)
-            self._end(actions.NamesSet(job.number))
-        elif isinstance(job, actions.WriteLevel):
-            self.disk.leftovers.add(job.key)
+        elif isinstance(task, actions.DeleteFiles):
+            self._delete(list(task.keys))
+        elif isinstance(task, actions.SetNames):
+            names = self.world.names[task.level]
+            names.update(task.added)
+            names.difference_update(task.released)
+            self._end(actions.NamesSet(task.number))
+        elif isinstance(task, actions.WriteLevel):
+            self.disk.leftovers.add(task.key)
             self._await_source()
         else:
-            self._end(actions.JobEnded(job.number))
+            self._end(actions.TaskEnded(task.number))
 
     def _list(self) -> None:
         stored = tuple(sorted(self.disk.committed))
         leftovers = tuple(sorted(self.disk.leftovers - self.disk.committed))
         names: tuple[NamedStep, ...] = ()
         if self.keeper.node.number == 0:
-            names = tuple(sorted(self.world.names[self.job.level]))
-        self._end(actions.Listed(self.job.number, stored, leftovers, names))
+            names = tuple(sorted(self.world.names[self.task.level]))
+        self._end(actions.Listed(self.task.number, stored, leftovers, names))
 
     def _delete(self, keys: list[StepKey]) -> None:
         if not keys:
-            self._end(actions.JobEnded(self.job.number))
+            self._end(actions.TaskEnded(self.task.number))
             return
-        self.world.delete(self.keeper, self.job.level, keys[0])
+        self.world.delete(self.keeper, self.task.level, keys[0])
         self._after(self.world.stage_s() / 4, lambda: self._delete(keys[1:]))
 
     def _await_source(self) -> None:
         """Follow the watermark, then write. Who waits for a trainer does not hang."""
-        job = self.job
+        task = self.task
         if self.is_cancelled:
-            self._withdraw(actions.Missed(job.number, "cancelled"))
+            self._withdraw(actions.Missed(task.number, "cancelled"))
             return
-        if job.source is not None:
-            is_there = job.key in self.keeper.disk(job.source).committed
-            self.world.check(is_there, f"{job.key} was deleted at level {job.source} while it was copied")
+        if task.source is not None:
+            is_there = task.key in self.keeper.disk(task.source).committed
+            self.world.check(is_there, f"{task.key} was deleted at level {task.source} while it was copied")
             self._write(self.world.write_s())
             return
         is_whole = True
-        for rank, slot_id in job.slots:
+        for rank, slot_id in task.slots:
             slot = self.keeper.node.slots(rank)[slot_id]
-            self.world.check(slot.has(job.key), f"the slot of {job.key} was written over while it was read")
+            self.world.check(slot.has(task.key), f"the slot of {task.key} was written over while it was read")
             is_whole = is_whole and slot.view.is_whole
         if is_whole:
             self._write(self.world.write_s())
             return
         if self.world.now >= self._moved_at + 0.5:
             self._moved_at = self.world.now
-            self.keeper.handle(actions.JobMoved(job.level, job.number))
+            self.keeper.handle(actions.TaskMoved(task.level, task.number))
         self._after(self.world.setting.step_s / 10, self._await_source)
 
     def _write(self, seconds_left: float) -> None:
         """Move bytes, and say so now and then. A hang may come at any of these moments."""
-        self.keeper.handle(actions.JobMoved(self.job.level, self.job.number))
+        self.keeper.handle(actions.TaskMoved(self.task.level, self.task.number))
         if not self.keeper.is_alive:
             return
         if self.is_cancelled:
-            self._withdraw(actions.Missed(self.job.number, "cancelled"))
+            self._withdraw(actions.Missed(self.task.number, "cancelled"))
         elif seconds_left <= 0:
             self._after(self.world.stage_s(), self._commit)
         else:
             piece_s = min(1.0, seconds_left)
             self._after(piece_s, lambda: self._write(seconds_left - piece_s))
 
-    def _withdraw(self, event: actions.JobEnded, *, is_damaged: bool = False) -> None:
-        self.world.delete(self.keeper, self.job.level, self.job.key, is_damaged=is_damaged)
+    def _withdraw(self, event: actions.TaskEnded, *, is_damaged: bool = False) -> None:
+        self.world.delete(self.keeper, self.task.level, self.task.key, is_damaged=is_damaged)
         self._end(event)
 
     def _commit(self) -> None:
         """Between the decision to commit and the rename the thread may hang: what comes then was abandoned before."""
-        self.world.commit(self.keeper, self.job.level, self.job.key)
+        self.world.commit(self.keeper, self.task.level, self.task.key)
         self._after(self.world.stage_s(), self._verify)
 
     def _verify(self) -> None:
         if self.world.draws_failure():
-            failed = actions.Failed(self.job.number, "read back other bytes")
+            failed = actions.Failed(self.task.number, "read back other bytes")
             self._withdraw(failed, is_damaged=True)
             return
-        self._end(actions.StepStored(self.job.number))
+        self._end(actions.StepStored(self.task.number))
 
 
 class SimKeeper:
@@ -262,7 +262,7 @@ class SimKeeper:
         self.is_alive = True
         self.awaited_step: int | None = 0
         self.core = Core(node.world.random.getrandbits(62), node.world.now)
-        self.jobs: dict[int, SimJob] = {}
+        self.tasks: dict[int, SimTask] = {}
         self.parity = Disk()
         """Parity lives and dies with the keeper."""
         self._num_endless: dict[int, int] = {}
@@ -327,10 +327,10 @@ class SimKeeper:
             case actions.VoidSlot():
                 self.node.slots(action.rank)[action.slot_id].void(action.sequence)
                 self._must_look = True
-            case actions.CancelJob() | actions.AbandonJob():
-                self.jobs[action.level].is_cancelled = True
-            case actions.Job():
-                self.jobs[action.level] = SimJob(self, action)
+            case actions.CancelTask():
+                self.tasks[action.level].is_cancelled = True
+            case actions.Task():
+                self.tasks[action.level] = SimTask(self, action)
             case actions.MakeSlot():
                 world.after(0.01, self._add_slot, action.rank)
             case actions.SendToTrainer():

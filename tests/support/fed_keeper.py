@@ -12,8 +12,6 @@ from lazysnap.core.actions import (
     Failed,
     FreeSlot,
     Hold,
-    Job,
-    JobEnded,
     Listed,
     ListLevel,
     MakeSlot,
@@ -22,6 +20,8 @@ from lazysnap.core.actions import (
     SlotMade,
     SlotsSeen,
     StepStored,
+    Task,
+    TaskEnded,
     TrainerReported,
     VoidSlot,
     WriteLevel,
@@ -91,7 +91,7 @@ class FedKeeper:
 
     def state(self) -> NodeState | None:
         """What people get to know."""
-        return node_state(self.core, self.slots, 0, self.log.history, {})
+        return node_state(self.core, self.slots, 0, self.log, {})
 
     def close(self) -> None:
         """End it."""
@@ -133,7 +133,7 @@ class FedKeeper:
             case FreeSlot():
                 self.slots[action.rank].pop(action.slot_id).close()
                 self.see()
-            case Job():
+            case Task():
                 self._do(action)
 
     def _make_slot(self, action: MakeSlot) -> None:
@@ -143,27 +143,27 @@ class FedKeeper:
         self.see()
         self.feed(SlotMade(action.rank))
 
-    def _do(self, job: Job) -> None:
-        if isinstance(job, WriteLevel) and self.is_writing_held:
-            self.held_writes.append(job)
+    def _do(self, task: Task) -> None:
+        if isinstance(task, WriteLevel) and self.is_writing_held:
+            self.held_writes.append(task)
         else:
-            self.finish(job)
+            self.finish(task)
 
-    def finish(self, job: Job) -> None:
-        """The job ends."""
+    def finish(self, task: Task) -> None:
+        """The task ends."""
         assert self.settings is not None
-        ended = JobEnded(job.number)
+        ended = TaskEnded(task.number)
         key = None
-        if job.level in self.failing:
-            ended = Failed(job.number, self.failing[job.level])
-        elif isinstance(job, ListLevel):
-            ended = Listed(job.number, tuple(StepKey(start, step) for start, step in self.listed))
-        elif isinstance(job, WriteLevel):
-            ended = StepStored(job.number, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
-        if isinstance(job, WriteLevel):
-            key = job.key
-        assert not isinstance(job, DeleteFiles) or job.keys
-        self.log.job_ended(self.settings.levels[job.level].url, ended, key)
+        if task.level in self.failing:
+            ended = Failed(task.number, self.failing[task.level])
+        elif isinstance(task, ListLevel):
+            ended = Listed(task.number, tuple(StepKey(start, step) for start, step in self.listed))
+        elif isinstance(task, WriteLevel):
+            ended = StepStored(task.number, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
+        if isinstance(task, WriteLevel):
+            key = task.key
+        assert not isinstance(task, DeleteFiles) or task.keys
+        self.log.task_ended(self.settings.levels[task.level].url, ended, key)
         self.feed(ended)
 
 

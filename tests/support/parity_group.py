@@ -1,4 +1,4 @@
-"""Nodes in this process whose keepers protect each other's captures: real slots, sockets and jobs; no core."""
+"""Nodes in this process whose keepers protect each other's captures: real slots, sockets and tasks; no core."""
 
 import contextlib
 import os
@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lazysnap.core.actions import Job, JobEnded, StepStored, WriteLevel
+from lazysnap.core.actions import StepStored, Task, TaskEnded, WriteLevel
 from lazysnap.core.messages import JobSettings, PeerSettings, RedundancySettings, StepKey
-from lazysnap.keeper.jobs import JobControl
-from lazysnap.keeper.parity import ParityContext, ParityStore, run_parity_job
+from lazysnap.keeper.parity import ParityContext, ParityStore, run_parity_task
 from lazysnap.keeper.peer_sources import KeeperSources
+from lazysnap.keeper.tasks import TaskControl
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.slots import KeeperSlot, TrainerSlot, make_slot
 from lazysnap.peers.secret import draw_secret
@@ -87,11 +87,11 @@ class Captures:
             slot.close()
 
 
-class Control(JobControl):
-    """The control of a job of a test."""
+class Control(TaskControl):
+    """The control of a task of a test."""
 
     def __init__(self, on_beat: Callable[[], None] = lambda: None) -> None:
-        super().__init__(Job(LEVEL, 1), lambda event: None)
+        super().__init__(Task(LEVEL, 1), lambda event: None)
         self.num_beats = 0
         self._on_beat = on_beat
 
@@ -123,12 +123,12 @@ class Node:
             captures.capture(step)
 
     def write(self, step: int, number: int = 1) -> WriteLevel:
-        """Return the job that protects a step."""
+        """Return the task that protects a step."""
         places = [(local_rank, captures.place(step)[0]) for local_rank, captures in enumerate(self.ranks)]
         return WriteLevel(LEVEL, number, StepKey(START, step), tuple(places))
 
-    def run(self, job: Job, control: Control | None = None) -> JobEnded:
-        return run_parity_job(job, self.context, self.slots(), control or Control())
+    def run(self, task: Task, control: Control | None = None) -> TaskEnded:
+        return run_parity_task(task, self.context, self.slots(), control or Control())
 
     def die(self) -> None:
         """The keeper is gone, and the captures that it served."""
@@ -178,24 +178,24 @@ class ParityGroup:
         for node in self.nodes:
             node.capture(step)
 
-    def run_all(self, jobs: Sequence[Job], controls: Sequence[Control] | None = None) -> list[JobEnded]:
-        """Run a job on each node, at the same time, and return how they ended."""
-        ended: dict[int, JobEnded] = {}
+    def run_all(self, tasks: Sequence[Task], controls: Sequence[Control] | None = None) -> list[TaskEnded]:
+        """Run a task on each node, at the same time, and return how they ended."""
+        ended: dict[int, TaskEnded] = {}
 
-        def run(node: Node, job: Job, control: Control) -> None:
-            ended[node.number] = node.run(job, control)
+        def run(node: Node, task: Task, control: Control) -> None:
+            ended[node.number] = node.run(task, control)
 
         chosen = controls or [Control() for _ in self.nodes]
         threads = []
-        for node, job, control in zip(self.nodes, jobs, chosen, strict=True):
-            threads.append(threading.Thread(target=run, args=(node, job, control)))
+        for node, task, control in zip(self.nodes, tasks, chosen, strict=True):
+            threads.append(threading.Thread(target=run, args=(node, task, control)))
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(TIMEOUT_S)
         return [ended[node.number] for node in self.nodes]
 
-    def protect(self, step: int) -> list[JobEnded]:
+    def protect(self, step: int) -> list[TaskEnded]:
         """Have a step captured, and protected by all nodes."""
         self.capture(step)
         ended = self.run_all([node.write(step) for node in self.nodes])

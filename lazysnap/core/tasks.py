@@ -1,32 +1,28 @@
-"""Which job does the thread of a level do next? Pure.
+"""Which task does a level do next? Pure.
 
-A level has one thread, so one job at a time::
+A level does one task at a time::
 
                  ┌──────────── a small write works ────────────┐
                  ▼                                             │
-    list ──> write, delete, write, ... ──a job fails──> pause, probe ──fails: pause twice as long──> probe
+    list ──> write, delete, write, ... ──a task fails──> pause, probe ──fails: pause twice as long──> probe
                                         or hangs
 
-A job that moves no byte for ``timeout_s`` hangs: its thread is abandoned, and counts as a failed job. A level that
-hangs costs that thread and nothing else. At most ``MAX_HANGING`` threads of a level are abandoned at a time.
+A task that moves no byte for ``timeout_s`` hangs: it is abandoned, and counts as failed. It costs the thread that it
+runs on and nothing else. At most ``MAX_HANGING`` tasks of a level are abandoned at a time.
 
 Invariant: no two threads work on the same step of a level, also if a restart changes settings between them. An
-abandoned thread may wake up in the middle of a rename or an unlink. Until it has returned, its step is not deleted, and
+abandoned task may wake up in the middle of a rename or an unlink. Until it has returned, its step is not deleted, and
 a grant of it ends as MISSED.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from lazysnap.core.actions import (
-    AbandonJob,
     Action,
-    CancelJob,
+    CancelTask,
     DeleteFiles,
     Failed,
-    Job,
-    JobEnded,
     Listed,
     ListLevel,
     Missed,
@@ -34,6 +30,8 @@ from lazysnap.core.actions import (
     ProbeLevel,
     SetNames,
     StepStored,
+    Task,
+    TaskEnded,
     WriteLevel,
 )
 from lazysnap.core.messages import GrantProgress, NamedStep, NameRefusal, StepKey
@@ -45,35 +43,21 @@ LONGEST_PAUSE_S = 30.0
 
 
 @dataclass
-class Threads:
-    """What all jobs of a keeper share, whatever settings it serves."""
-
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """Numbers of jobs; none is used twice by one keeper."""
-    abandoned: dict[str, dict[int, Job]] = field(default_factory=dict)
-    """Jobs whose threads have not returned, by name of the level and number."""
-
-    def forget(self, job: int) -> None:
-        """Note that the thread of a job returned, whatever its level."""
-        for jobs in self.abandoned.values():
-            jobs.pop(job, None)
-
-
-@dataclass
-class LevelJobs:
-    """The jobs of one level."""
+class LevelTasks:
+    """The tasks of one level."""
 
     index: int
     node: Node
-    threads: Threads
+    numbers: Iterator[int]
+    """Numbers of tasks. The keeper uses none twice."""
+    abandoned: dict[int, Task]
+    """Tasks of this level whose threads have not returned, by number; also those of settings before these."""
     level: NodeLevel = field(init=False)
     """The node's state of the level."""
-    job: Job | None = None
-    """The job that runs now."""
-    failure: str = ""
-    """Why the last job failed; empty while the level works."""
+    task: Task | None = None
+    """The task that runs now."""
     failed_step: int | None = None
-    """The step that it did not store; None: it was another job."""
+    """The step that the last task that failed did not store; None: it was another task."""
     num_failures: int = 0
     """Steps that were not stored because the level failed."""
     written_bytes: int = 0
@@ -84,23 +68,19 @@ class LevelJobs:
     """Names that the level does not take. They are not tried again."""
     _moved_at: float = 0.0
     _is_cancelled: bool = False
-    _abandoned: dict[int, Job] = field(init=False)
-    """Jobs of this level whose threads have not returned, by number."""
     _retry_at: float = 0.0
     _pause_s: float = FIRST_PAUSE_S
 
     def __post_init__(self) -> None:
         self.level = self.node.levels[self.index]
-        self._abandoned = self.threads.abandoned.setdefault(self.level.name, {})
-        if len(self._abandoned) >= MAX_HANGING:
-            self.failure = _hang_text(self.level)
-            self.level.become_failed()
+        if len(self.abandoned) >= MAX_HANGING:
+            self.level.become_failed(_hang_text(self.level))
 
     def deadlines(self) -> list[float]:
         """Return the times at which ``decide`` may say something new."""
-        if self.job is not None:
-            return [self._moved_at + self.level.timeout_s]
-        if not self.level.is_ready and len(self._abandoned) < MAX_HANGING:
+        if self.task is not None:
+            return [self._moved_at + self.level.settings.timeout_s]
+        if not self.level.is_ready and len(self.abandoned) < MAX_HANGING:
             return [self._retry_at]
         return []
 
@@ -115,96 +95,94 @@ class LevelJobs:
         """
         if not self.level.is_ready:
             return True
-        return self.job is None and not self._keys_to_delete() and self._names_to_set(names, released) is None
+        return self.task is None and not self._keys_to_delete() and self._names_to_set(names, released) is None
 
     @property
     def writing(self) -> StepKey | None:
         """The step that is being stored."""
-        if isinstance(self.job, WriteLevel):
-            return self.job.key
+        if isinstance(self.task, WriteLevel):
+            return self.task.key
         return None
 
     def abandon(self) -> list[Action]:
-        """Give up the job that runs: the keeper begins a training with other settings, and this object is of no use."""
-        if self.job is None:
+        """Give up the task that runs: the keeper begins a training with other settings, and this is of no use."""
+        if self.task is None:
             return []
-        return [self._abandon(self.job)]
+        return [self._abandon(self.task)]
 
-    def _abandon(self, job: Job) -> AbandonJob:
-        self.job = None
-        self._abandoned[job.number] = job
-        return AbandonJob(self.index, job.number)
+    def _abandon(self, task: Task) -> CancelTask:
+        self.task = None
+        self.abandoned[task.number] = task
+        return CancelTask(self.index, task.number)
 
     def moved(self, number: int, now: float) -> None:
-        """The job moved some bytes."""
-        if self.job is not None and self.job.number == number:
+        """The task moved some bytes."""
+        if self.task is not None and self.task.number == number:
             self._moved_at = now
 
-    def ended(self, event: JobEnded, now: float) -> None:
-        """A job of any level ended. The number tells whether it is one of this level.
+    def ended(self, event: TaskEnded, now: float) -> None:
+        """A task of any level ended. The number tells whether it is one of this level.
 
         One that was abandoned counted as failed then. A file that it stored all the same counts now.
         """
-        abandoned = self._abandoned.pop(event.number, None)
+        abandoned = self.abandoned.pop(event.number, None)
         if isinstance(abandoned, WriteLevel) and isinstance(event, StepStored):
             self.level.become_stored(abandoned.key)
-        if self.job is None or self.job.number != event.number:
+        if self.task is None or self.task.number != event.number:
             return
-        job = self.job
-        self.job = None
+        task = self.task
+        self.task = None
         if isinstance(event, Failed):
-            self._fail(job, event.text, now)
-        elif isinstance(event, Missed) and isinstance(job, WriteLevel):
+            self._fail(task, event.text, now)
+        elif isinstance(event, Missed) and isinstance(task, WriteLevel):
             # Of a cancelled write the step may be granted anew already: that grant waits for its own write.
             if self.level.progress is GrantProgress.WRITING:
-                self.level.become_missed(job.key)
-            self._leave_behind(job)
+                self.level.become_missed(task.key)
+            self._leave_behind(task)
         else:
-            self._succeed(job, event)
+            self._succeed(task, event)
 
-    def _succeed(self, job: Job, event: JobEnded) -> None:
-        if isinstance(job, ProbeLevel):
+    def _succeed(self, task: Task, event: TaskEnded) -> None:
+        if isinstance(task, ProbeLevel):
             self.level.become_ready()
-            return  # a small write that works does not show that a real job does
-        self.failure = ""
-        self.level.is_failing = False
+            return  # a small write that works does not show that a real task does
+        self.level.failure = ""
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
             self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)
-        elif isinstance(event, StepStored) and isinstance(job, WriteLevel):
-            self.level.become_stored(job.key)
+        elif isinstance(event, StepStored) and isinstance(task, WriteLevel):
+            self.level.become_stored(task.key)
             self.written_bytes = event.written_bytes
             self.written_s = event.seconds
-        elif isinstance(event, NamesSet) and isinstance(job, SetNames):
-            self._note_names(job, event)
+        elif isinstance(event, NamesSet) and isinstance(task, SetNames):
+            self._note_names(task, event)
 
-    def _note_names(self, job: SetNames, event: NamesSet) -> None:
+    def _note_names(self, task: SetNames, event: NamesSet) -> None:
         self.name_refusals = (*self.name_refusals, *event.refused)
         refused = {refusal.name for refusal in event.refused}
-        for named in job.added:
+        for named in task.added:
             if named.name not in refused:
                 self.level.names.add(named)
-        self.level.names.difference_update(job.released)
+        self.level.names.difference_update(task.released)
 
-    def _fail(self, job: Job, text: str, now: float) -> None:
-        """A job failed. What it may have left half done is deleted once the level works again."""
-        self._leave_behind(job)
-        self.failure = text
+    def _fail(self, task: Task, text: str, now: float) -> None:
+        """A task failed. What it may have left half done is deleted once the level works again."""
+        self._leave_behind(task)
         self.failed_step = None
-        if isinstance(job, WriteLevel):
-            self.failed_step = job.key.step
+        if isinstance(task, WriteLevel):
+            self.failed_step = task.key.step
             self.num_failures += 1
         self._retry_at = now + self._pause_s
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-        self.level.become_failed()
+        self.level.become_failed(text)
 
-    def _leave_behind(self, job: Job) -> None:
-        """Files of what the job worked on may be there, and do not count."""
-        self.level.leftovers.update(_keys_of(job))
+    def _leave_behind(self, task: Task) -> None:
+        """Files of what the task worked on may be there, and do not count."""
+        self.level.leftovers.update(_keys_of(task))
         self.level.leftovers -= self.level.stored
 
     def decide(self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float) -> list[Action]:
-        """Return what to do about the job that runs, or the next job.
+        """Return what to do about the task that runs, or the next task.
 
         Args:
             ranks: those of the node.
@@ -212,40 +190,42 @@ class LevelJobs:
             released: names that are to be taken away.
             now: seconds of a monotonic clock.
         """
-        if self.job is not None:
-            return self._watch(self.job, ranks, now)
-        if len(self._abandoned) >= MAX_HANGING:
+        if self.task is not None:
+            return self._watch(self.task, ranks, now)
+        if len(self.abandoned) >= MAX_HANGING:
             return []
-        job = self._next_job(ranks, names, released, now)
-        if job is None:
+        task = self._next_task(ranks, names, released, now)
+        if task is None:
             return []
-        self.job = job
+        self.task = task
         self._moved_at = now
         self._is_cancelled = False
-        return [job]
+        return [task]
 
-    def _next_job(self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float) -> Job | None:
+    def _next_task(
+        self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float
+    ) -> Task | None:
         if not self.level.is_ready:
             if now < self._retry_at:
                 return None
-            return ProbeLevel(self.index, next(self.threads.numbers))
+            return ProbeLevel(self.index, next(self.numbers))
         if self.level.progress is GrantProgress.LISTING:
-            return ListLevel(self.index, next(self.threads.numbers))
+            return ListLevel(self.index, next(self.numbers))
         write = self._write(ranks)
         if write is not None:
             return write
         names_to_set = self._names_to_set(names, released)
         if names_to_set is not None:
             added, taken_away = names_to_set
-            return SetNames(self.index, next(self.threads.numbers), added, taken_away)
+            return SetNames(self.index, next(self.numbers), added, taken_away)
         expired = self._keys_to_delete()
         if expired:
             self.level.forget(expired)
-            return DeleteFiles(self.index, next(self.threads.numbers), expired)
+            return DeleteFiles(self.index, next(self.numbers), expired)
         return None
 
     def _write(self, ranks: Sequence[RankView]) -> WriteLevel | None:
-        """Return the job that stores the granted step, once its source is there."""
+        """Return the task that stores the granted step, once its source is there."""
         level = self.level
         key = level.wanted_key
         if key is None:
@@ -254,12 +234,12 @@ class LevelJobs:
             level.become_missed(key)
             return None
         slots: tuple[tuple[int, int], ...] = ()
-        if level.source is None:
+        if level.order.source is None:
             slots = _held_slots(key, ranks)
             if len(slots) < len(ranks):
                 return None
         level.become_writing()
-        return WriteLevel(self.index, next(self.threads.numbers), key, slots, level.source)
+        return WriteLevel(self.index, next(self.numbers), key, slots, level.order.source)
 
     def _names_to_set(
         self, names: Set[NamedStep], released: Set[str]
@@ -289,31 +269,31 @@ class LevelJobs:
 
     def _keys_of_hanging_threads(self) -> set[StepKey]:
         keys: set[StepKey] = set()
-        for job in self._abandoned.values():
-            keys.update(_keys_of(job))
+        for task in self.abandoned.values():
+            keys.update(_keys_of(task))
         return keys
 
-    def _watch(self, job: Job, ranks: Sequence[RankView], now: float) -> list[Action]:
-        """Cancel a write that is wanted no more, and abandon a job that hangs."""
-        if now >= self._moved_at + self.level.timeout_s:
-            self._fail(job, _hang_text(self.level), now)
-            return [self._abandon(job)]
-        if isinstance(job, WriteLevel) and not self._is_cancelled and not self._is_wanted(job, ranks):
+    def _watch(self, task: Task, ranks: Sequence[RankView], now: float) -> list[Action]:
+        """Cancel a write that is wanted no more, and abandon a task that hangs."""
+        if now >= self._moved_at + self.level.settings.timeout_s:
+            self._fail(task, _hang_text(self.level), now)
+            return [self._abandon(task)]
+        if isinstance(task, WriteLevel) and not self._is_cancelled and not self._is_wanted(task, ranks):
             self._is_cancelled = True
-            return [CancelJob(self.index, job.number)]
+            return [CancelTask(self.index, task.number)]
         return []
 
-    def _is_wanted(self, job: WriteLevel, ranks: Sequence[RankView]) -> bool:
+    def _is_wanted(self, task: WriteLevel, ranks: Sequence[RankView]) -> bool:
         """Return False if the grant is over, or a rank died while it captured the step."""
-        if self.level.grant != job.key or self.level.progress is not GrantProgress.WRITING:
+        if self.level.grant != task.key or self.level.progress is not GrantProgress.WRITING:
             return False
-        if job.source is not None:
+        if task.source is not None:
             return True
-        return is_in_memory(job.key, ranks)
+        return is_in_memory(task.key, ranks)
 
 
 def _hang_text(level: NodeLevel) -> str:
-    text = f"{level.name} did not move for {level.timeout_s:g} s"
+    text = f"{level.settings.url} did not move for {level.settings.timeout_s:g} s"
     if level.is_redundancy:
         return text
     return f"{text}; check the mount or endpoint, or raise PersistentLevel(timeout_s=...)"
@@ -329,10 +309,10 @@ def _held_slots(key: StepKey, ranks: Sequence[RankView]) -> tuple[tuple[int, int
     return tuple(slots)
 
 
-def _keys_of(job: Job) -> tuple[StepKey, ...]:
-    """Return the steps whose files a job changes."""
-    if isinstance(job, WriteLevel):
-        return (job.key,)
-    if isinstance(job, DeleteFiles):
-        return job.keys
+def _keys_of(task: Task) -> tuple[StepKey, ...]:
+    """Return the steps whose files a task changes."""
+    if isinstance(task, WriteLevel):
+        return (task.key,)
+    if isinstance(task, DeleteFiles):
+        return task.keys
     return ()

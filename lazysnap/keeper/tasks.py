@@ -1,89 +1,86 @@
-"""What does the thread of a level do? One job at a time: list, write, delete, name, or try a small write.
+"""What does a task of a level do, on its thread? It lists, writes, deletes, names, or tries a small write.
 
 ::
 
-    loop ──Job──> run_level_job ──JobEnded──> loop
+    loop ──Task──> run_level_task ──TaskEnded──> loop
                     │
                     └─ WriteLevel: slots, or a faster level ──> file, manifest (commits) ──> read back ──> StepStored
 
-``core.jobs`` decides which job is next, and handles a level that fails. A job that is cancelled or abandoned notices it
-at its next ``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more. A job
-that is cancelled after its commit ends as ``Missed``, too; the core has its files deleted.
+``core.tasks`` decides which task is next, and handles a level that fails. A task that is cancelled notices it at its
+next ``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more. A task that is
+cancelled after its commit ends as ``Missed``, too; the core has its files deleted.
 """
 
 import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from lazysnap import faults
 from lazysnap.core.actions import (
     DeleteFiles,
     Event,
     Failed,
-    Job,
-    JobEnded,
-    JobMoved,
     ListLevel,
     Missed,
     NamesSet,
     ProbeLevel,
     SetNames,
     StepStored,
+    Task,
+    TaskEnded,
+    TaskMoved,
     WriteLevel,
 )
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.level_files import LevelFiles
+from lazysnap.keeper.slot_table import NodeSlots
 from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, shard_of
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
-from lazysnap.memory.slots import Slot
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
-"""The least time between two messages of a job that it moves."""
-
-NodeSlots = Mapping[int, Mapping[int, Slot]]
-"""Slots of a node, by local rank and slot id."""
+"""The least time between two messages of a task that it moves."""
 
 
-class JobControl:
-    """Link between a job on the thread of a level and the loop."""
+class TaskControl:
+    """Link between a task on its thread and the loop."""
 
-    def __init__(self, job: Job, post: Callable[[Event], None], level_url: str = "") -> None:
-        """Begin the job.
+    def __init__(self, task: Task, post: Callable[[Event], None], level_url: str = "") -> None:
+        """Begin the task.
 
         Args:
-            job: what the thread does.
+            task: what the thread does.
             post: hands an event to the loop, from any thread.
             level_url: the level; empty for redundancy.
         """
-        self.job = job
+        self.task = task
         self.level_url = level_url
         self.is_cancelled = False
-        """Set by the loop. Then the job commits nothing more."""
+        """Set by the loop. Then the task commits nothing more."""
         self.moved_bytes = 0
-        """Bytes that the job moved, for people."""
+        """Bytes that the task moved, for people."""
         self.checksums: dict[tuple[int, int], Checksums] = {}
-        """Checksums of captures that a job stored as they are, by slot id and sequence. Set by the job."""
+        """Checksums of captures that a task stored as they are, by slot id and sequence. Set by the task."""
         self._counting = threading.Lock()
         self._post = post
         self._beat_at = time.monotonic()
 
     def beat(self) -> None:
-        """Note that the job moves. Raises: CaptureAborted, if it was cancelled."""
+        """Note that the task moves. Raises: CaptureAborted, if it was cancelled."""
         if self.is_cancelled:
-            raise CaptureAborted("the job was cancelled")
+            raise CaptureAborted("the task was cancelled")
         now = time.monotonic()
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
-            self._post(JobMoved(self.job.level, self.job.number))
+            self._post(TaskMoved(self.task.level, self.task.number))
 
     def count(self, num_bytes: int) -> None:
         """Count bytes that were moved, on any thread. See ``levels.source.Progress``."""
@@ -91,39 +88,39 @@ class JobControl:
             self.moved_bytes += num_bytes
 
 
-def run_level_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) -> JobEnded:
-    """Do a job and return how it ended. Blocks. Never raises: storage packages may raise anything.
+def run_level_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskControl) -> TaskEnded:
+    """Do a task and return how it ended. Blocks. Never raises: storage packages may raise anything.
 
     Args:
-        job: what is to be done.
+        task: what is to be done.
         files: those of the level.
-        slots: those that the job reads.
+        slots: those that the task reads.
         control: the link to the loop.
     """
     try:
-        return _do_job(job, files, slots, control)
+        return _do_task(task, files, slots, control)
     except CaptureAborted as error:
-        if not isinstance(job, WriteLevel):
-            return Failed(job.number, str(error))
-        logger.info("%s: step %d is not stored: %s", files.url, job.key.step, error)
-        return Missed(job.number, str(error))
+        if not isinstance(task, WriteLevel):
+            return Failed(task.number, str(error))
+        logger.info("%s: step %d is not stored: %s", files.url, task.key.step, error)
+        return Missed(task.number, str(error))
     except Exception as error:
         # The last handler of the thread.
         is_foreseen = isinstance(error, (LazySnapError, OSError))
         if not isinstance(error, LazySnapError):
             files.reopen()
         text = str(error) or type(error).__name__
-        logger.info("%s: %s: %s", files.url, _describe(job), text, exc_info=not is_foreseen)
-        return Failed(job.number, text)
+        logger.info("%s: %s: %s", files.url, _describe(task), text, exc_info=not is_foreseen)
+        return Failed(task.number, text)
 
 
-def _describe(job: Job) -> str:
-    """Return what a job does, for the log."""
-    match job:
+def _describe(task: Task) -> str:
+    """Return what a task does, for the log."""
+    match task:
         case WriteLevel(source=None):
-            return f"writing step {job.key.step}"
+            return f"writing step {task.key.step}"
         case WriteLevel():
-            return f"copying step {job.key.step}"
+            return f"copying step {task.key.step}"
         case ListLevel():
             return "looking for what is there"
         case DeleteFiles():
@@ -133,44 +130,44 @@ def _describe(job: Job) -> str:
     return "trying a small write"
 
 
-def _do_job(job: Job, files: LevelFiles, slots: NodeSlots, control: JobControl) -> JobEnded:
-    match job:
+def _do_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskControl) -> TaskEnded:
+    match task:
         case WriteLevel():
-            return _write(job, files, slots, control)
+            return _write(task, files, slots, control)
         case ListLevel():
-            return files.find(files.open(control.beat), job)
+            return files.find(files.open(control.beat), task)
         case DeleteFiles():
-            files.delete(files.open(control.beat), job.keys)
+            files.delete(files.open(control.beat), task.keys)
         case SetNames():
             store = files.open(control.beat)
-            return NamesSet(job.number, files.set_names(store, job.added, job.released))
+            return NamesSet(task.number, files.set_names(store, task.added, task.released))
         case ProbeLevel():
             files.probe(control.beat)
-    return JobEnded(job.number)
+    return TaskEnded(task.number)
 
 
-def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobControl) -> StepStored:
+def _write(task: WriteLevel, files: LevelFiles, slots: NodeSlots, control: TaskControl) -> StepStored:
     """Write the file of the node, commit it by its manifest, read it back. Only then it counts."""
     began = time.monotonic()
     store = files.open(control.beat)
-    files.begin_write(job.key)
-    if job.source is None:
+    files.begin_write(task.key)
+    if task.source is None:
         faults.point("keeper.persist.begin")
-        manifest = _write_slots(job, files, slots, store, control)
+        manifest = _write_slots(task, files, slots, store, control)
     else:
         faults.point("keeper.persist.copy")
-        manifest = _copy(job, files, files.faster[job.source], store, control)
+        manifest = _copy(task, files, files.faster[task.source], store, control)
     seconds = time.monotonic() - began
     written_bytes = manifest.written_bytes
-    logger.info("step %d committed to %s: %d bytes in %.2f s", job.key.step, files.url, written_bytes, seconds)
+    logger.info("step %d committed to %s: %d bytes in %.2f s", task.key.step, files.url, written_bytes, seconds)
     faults.point("keeper.persist.committed")
-    read_back_s = _read_back(job, files, store, manifest)
+    read_back_s = _read_back(task, files, store, manifest)
     faults.point("keeper.persist.verified")
-    files.end_write(job.key)
-    return StepStored(job.number, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
+    files.end_write(task.key)
+    return StepStored(task.number, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
 
 
-def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:
+def _read_back(task: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:
     """Read back what was written, unless the storage checks each part as it arrives. Return the seconds that it took.
 
     A file that was committed already was read just now (``SnapshotStore.write_file``).
@@ -179,76 +176,76 @@ def _read_back(job: WriteLevel, files: LevelFiles, store: SnapshotStore, manifes
     if store.storage.checks_writes() or not manifest.written_bytes:
         return 0.0
     began = time.monotonic()
-    files.read_back(store, job.key, is_base_new=manifest.written_bytes == manifest.size_bytes)
+    files.read_back(store, task.key, is_base_new=manifest.written_bytes == manifest.size_bytes)
     return time.monotonic() - began
 
 
-def open_captures(job: WriteLevel, slots: NodeSlots, beat: Callable[[], None]) -> list[CaptureReader]:
-    """Return a reader of each capture that a job stores, by rank. A slot that the loop frees meanwhile stays readable.
+def open_captures(task: WriteLevel, slots: NodeSlots, beat: Callable[[], None]) -> list[CaptureReader]:
+    """Return a reader of each capture that a task stores, by rank. A slot that the loop frees meanwhile stays readable.
 
     Args:
-        job: names rank and slot of each capture.
+        task: names rank and slot of each capture.
         slots: the slots of the node.
         beat: see ``CaptureReader``.
 
     Raises: CaptureAborted, if a slot does not hold the step; FormatError.
     """
     readers = []
-    for rank, slot_id in job.slots:
+    for rank, slot_id in task.slots:
         slot = slots.get(rank, {}).get(slot_id)
         view = None if slot is None else slot.view()
-        if slot is None or view is None or (view.start, view.step) != (job.key.start, job.key.step):
-            raise CaptureAborted(f"step {job.key.step} is not in memory any more")
+        if slot is None or view is None or (view.start, view.step) != (task.key.start, task.key.step):
+            raise CaptureAborted(f"step {task.key.step} is not in memory any more")
         readers.append(CaptureReader(slot, view.sequence, beat))
     return readers
 
 
 def _write_slots(
-    job: WriteLevel, files: LevelFiles, slots: NodeSlots, store: SnapshotStore, control: JobControl
+    task: WriteLevel, files: LevelFiles, slots: NodeSlots, store: SnapshotStore, control: TaskControl
 ) -> Manifest:
     """Write the shards of all ranks of the node out of their slots. Blocks: also until the captures are whole.
 
     Raises: CaptureAborted, if a slot does not hold the capture; LevelError; FormatError.
     """
-    readers = open_captures(job, slots, control.beat)
+    readers = open_captures(task, slots, control.beat)
     for rank, reader in zip(files.settings.ranks, readers, strict=True):
-        _check_owner(job, files, rank, reader.meta)
+        _check_owner(task, files, rank, reader.meta)
     if len({reader.meta.run_id for reader in readers}) > 1:
-        raise CaptureAborted(f"the ranks captured step {job.key.step} in different runs")
+        raise CaptureAborted(f"the ranks captured step {task.key.step} in different runs")
     first = readers[0]
-    files.use_run(job.key, first.meta.run_id)
+    files.use_run(task.key, first.meta.run_id)
     shards = [_stored_part(reader.meta, reader, files) for reader in readers]
     manifest = _write_shards(store, files, shards, control)
     if shards == [(first.meta, first)]:  # the file is what is in memory
-        _, slot_id = job.slots[0]
+        _, slot_id = task.slots[0]
         control.checksums[slot_id, first.sequence] = manifest.checksums
     return manifest
 
 
-def _check_owner(job: WriteLevel, files: LevelFiles, rank: int, meta: CaptureMeta) -> None:
+def _check_owner(task: WriteLevel, files: LevelFiles, rank: int, meta: CaptureMeta) -> None:
     """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
     world_size = files.settings.world_size
     captured = (int(meta.start, 16), meta.step, meta.rank, meta.world_size)
-    if captured != (job.key.start, job.key.step, rank, world_size):
+    if captured != (task.key.start, task.key.step, rank, world_size):
         raise CaptureAborted(
             f"a slot: holds rank {meta.rank} of {meta.world_size} of {meta.name.directory}, "
-            f"expected rank {rank} of {world_size} of {files.directory(job.key)}"
+            f"expected rank {rank} of {world_size} of {files.directory(task.key)}"
         )
 
 
 def _copy(
-    job: WriteLevel, files: LevelFiles, origin_files: LevelFiles, store: SnapshotStore, control: JobControl
+    task: WriteLevel, files: LevelFiles, origin_files: LevelFiles, store: SnapshotStore, control: TaskControl
 ) -> Manifest:
     """Write what a faster level has. Raises: CaptureAborted, if that is not whole; LevelError."""
     if origin_files.is_shared and not files.is_shared:
         raise CaptureAborted(f"{origin_files.url}: has this node's share alone of what several nodes hold")
     origin = origin_files.open_for_copy(control.beat)
     try:
-        manifest = origin_files.read_own_manifest(origin, job.key)
+        manifest = origin_files.read_own_manifest(origin, task.key)
     except (FileNotFoundError, FormatError) as error:
         raise CaptureAborted(str(error)) from error
-    files.use_run(job.key, manifest.meta.run_id)
-    place = origin_files.place(origin.storage, job.key)
+    files.use_run(task.key, manifest.meta.run_id)
+    place = origin_files.place(origin.storage, task.key)
     blocks = FileBlocks(place, manifest)
     try:
         with contextlib.closing(blocks):
@@ -258,7 +255,7 @@ def _copy(
         raise CaptureAborted(f"{place.where}: {error}") from error
 
 
-def _write_blocks(store: SnapshotStore, files: LevelFiles, blocks: FileBlocks, control: JobControl) -> Manifest:
+def _write_blocks(store: SnapshotStore, files: LevelFiles, blocks: FileBlocks, control: TaskControl) -> Manifest:
     """Write and commit the part of a file that this level gets."""
     manifest = blocks.manifest
     source = VerifiedSource(blocks)
@@ -281,7 +278,7 @@ def _stored_part(meta: CaptureMeta, source: BlockSource, files: LevelFiles) -> t
 
 
 def _write_shards(
-    store: SnapshotStore, files: LevelFiles, shards: list[tuple[CaptureMeta, BlockSource]], control: JobControl
+    store: SnapshotStore, files: LevelFiles, shards: list[tuple[CaptureMeta, BlockSource]], control: TaskControl
 ) -> Manifest:
     if len(shards) == 1:
         meta, source = shards[0]

@@ -11,7 +11,7 @@ from support.peer_ends import settings_of
 from support.waiting import until
 
 from lazysnap import faults
-from lazysnap.core.actions import DeleteFiles, Failed, JobEnded, Listed, ListLevel, Missed, ProbeLevel, StepStored
+from lazysnap.core.actions import DeleteFiles, Failed, Listed, ListLevel, Missed, ProbeLevel, StepStored, TaskEnded
 from lazysnap.core.messages import StepKey
 from lazysnap.errors import LazySnapError
 from lazysnap.keeper.parity import ParityStore
@@ -153,7 +153,7 @@ def test_parity_is_listed_deleted_and_its_memory_used_again(group):
     keys = (StepKey(START, STEP + 1), StepKey(START, STEP))
     assert node.run(ListLevel(LEVEL, 7)) == Listed(7, keys)
     size_bytes = node.store.size_bytes
-    assert node.run(DeleteFiles(LEVEL, 8, keys[1:])) == JobEnded(8)
+    assert node.run(DeleteFiles(LEVEL, 8, keys[1:])) == TaskEnded(8)
     assert node.run(ListLevel(LEVEL, 9)) == Listed(9, keys[:1])
     assert node.store.size_bytes == size_bytes, "it waits for the next parity"
     group.protect(STEP + 2)
@@ -182,8 +182,8 @@ def test_captures_are_read_while_they_fill(group, restart):
 
     control = Control()
     ended = []
-    jobs = [node.write(STEP) for node in group.nodes]
-    running = threading.Thread(target=lambda: ended.extend(group.run_all(jobs, [control, Control(), Control()])))
+    tasks = [node.write(STEP) for node in group.nodes]
+    running = threading.Thread(target=lambda: ended.extend(group.run_all(tasks, [control, Control(), Control()])))
     running.start()
     fill(2)
     fill(1)
@@ -239,10 +239,10 @@ def test_what_was_moved_is_counted_for_people(group):
 def test_a_step_that_another_node_does_not_have_any_more_is_missed(group, caplog):
     caplog.set_level(logging.INFO)
     group.capture(STEP)
-    jobs = [node.write(STEP) for node in group.nodes]
+    tasks = [node.write(STEP) for node in group.nodes]
     for later in (5, 6, 7):
         group.nodes[2].capture(later)
-    ended = group.run_all(jobs)
+    ended = group.run_all(tasks)
     assert outcomes(ended) == [Missed] * 3
     assert "node 2: 127.0.0.1" in ended[0].text
     assert "step 4 is not in memory any more" in ended[0].text
@@ -296,7 +296,7 @@ def test_a_node_that_is_dead_is_named_once_and_probed(group, caplog):
 
     assert isinstance(group.nodes[0].run(ProbeLevel(LEVEL, 2)), Failed)
     group.nodes[1].come_back(group.peers)
-    assert group.nodes[0].run(ProbeLevel(LEVEL, 3)) == JobEnded(3)
+    assert group.nodes[0].run(ProbeLevel(LEVEL, 3)) == TaskEnded(3)
     assert isinstance(group.nodes[0].run(job), StepStored)
     group.nodes[1].die()
     group.nodes[0].run(job)
@@ -314,8 +314,8 @@ def test_a_node_that_dies_while_parity_is_computed_costs_nothing_that_was_protec
             group.nodes[1].die()
 
     control = Control(die)
-    jobs = [node.write(STEP + 1, 2) for node in group.nodes]
-    ended = [group.nodes[number].run(jobs[number], control if number == 0 else None) for number in (0, 2)]
+    tasks = [node.write(STEP + 1, 2) for node in group.nodes]
+    ended = [group.nodes[number].run(tasks[number], control if number == 0 else None) for number in (0, 2)]
     assert all(isinstance(event, (Failed, Missed)) for event in ended), ended
     assert all("node 1" in event.text for event in ended)
     assert restart(group, 1).compute(1) == image_of(STEP, 1)

@@ -17,8 +17,6 @@ from support.snapshots import Snapshot
 from lazysnap.core.actions import (
     DeleteFiles,
     Failed,
-    JobEnded,
-    JobMoved,
     Listed,
     ListLevel,
     Missed,
@@ -26,12 +24,14 @@ from lazysnap.core.actions import (
     ProbeLevel,
     SetNames,
     StepStored,
+    TaskEnded,
+    TaskMoved,
     WriteLevel,
 )
 from lazysnap.core.messages import JobSettings, LevelSettings, NamedStep, StepKey
 from lazysnap.errors import FormatError
-from lazysnap.keeper.jobs import JobControl, run_level_job
 from lazysnap.keeper.level_files import LevelFiles
+from lazysnap.keeper.tasks import TaskControl, run_level_task
 from lazysnap.levels import open_store
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace
@@ -94,7 +94,7 @@ class Node:
         self._trainers = {}
 
     def capture(self, capture, *, local_rank=0, is_whole=True):
-        """Capture into a new slot. Return local rank and slot id, as a job names it."""
+        """Capture into a new slot. Return local rank and slot id, as a task names it."""
         keeper_slot = make_slot(1 << 16, len(image_of(0)))
         self.slots.setdefault(local_rank, {})[keeper_slot.slot_id] = keeper_slot
         self._trainers[keeper_slot.slot_id] = TrainerSlot.attach(os.dup(keeper_slot.descriptor))
@@ -147,9 +147,9 @@ class Rig:
         self.events = []
         self.control = None
 
-    def run(self, job, node=None, control=None):
-        self.control = control or JobControl(job, self.events.append)
-        return run_level_job(job, self.files[job.level], {} if node is None else node.slots, self.control)
+    def run(self, task, node=None, control=None):
+        self.control = control or TaskControl(task, self.events.append)
+        return run_level_task(task, self.files[task.level], {} if node is None else node.slots, self.control)
 
     def write(self, node, capture, level=0, **facts):
         """Capture a step, and store it."""
@@ -160,7 +160,7 @@ class Rig:
         return self.run(ListLevel(level, 9))
 
     def delete(self, *keys, level=0):
-        assert self.run(DeleteFiles(level, 9, keys)) == JobEnded(9)
+        assert self.run(DeleteFiles(level, 9, keys)) == TaskEnded(9)
 
     def path(self, step, level=0, start=START, run=RUN):
         return pathlib.Path(self.settings.levels[level].url) / directory_of(step, start, run)
@@ -234,7 +234,7 @@ def test_the_checksums_of_a_file_that_is_the_image_are_those_of_the_capture(rig,
 def test_a_capture_is_written_while_it_is_copied(rig, node):
     level = rig()
     place = node.capture(Capture(7), is_whole=False)
-    control = JobControl(WriteLevel(0, 1, key_of(7), (place,)), level.events.append)
+    control = TaskControl(WriteLevel(0, 1, key_of(7), (place,)), level.events.append)
     waits = threading.Event()
     beat = control.beat
 
@@ -244,8 +244,8 @@ def test_a_capture_is_written_while_it_is_copied(rig, node):
 
     control.beat = noted_beat
     ended = []
-    job = WriteLevel(0, 1, key_of(7), (place,))
-    thread = threading.Thread(target=lambda: ended.append(level.run(job, node, control)))
+    task = WriteLevel(0, 1, key_of(7), (place,))
+    thread = threading.Thread(target=lambda: ended.append(level.run(task, node, control)))
     thread.start()
     assert waits.wait(20)
     node.fill(place[1], image_of(7))
@@ -398,9 +398,9 @@ def test_a_job_that_is_cancelled_before_the_commit_commits_nothing(rig, node, pa
 
     passing(cancel)
     place = node.capture(Capture(7))
-    job = WriteLevel(0, 1, key_of(7), (place,))
+    task = WriteLevel(0, 1, key_of(7), (place,))
 
-    ended = level.run(job, node)
+    ended = level.run(task, node)
 
     assert isinstance(ended, Missed)
     assert "cancelled" in ended.text
@@ -445,14 +445,14 @@ def test_a_level_that_refuses_fails_and_comes_back(rig, node, tmp_path):
     level = rig()
     (tmp_path / "level").write_text("in the way")
 
-    for job in (ListLevel(0, 1), ProbeLevel(0, 2), WriteLevel(0, 3, key_of(7), (node.capture(Capture(7)),))):
-        ended = level.run(job, node)
-        assert isinstance(ended, Failed), job
-        assert ended.number == job.number
+    for task in (ListLevel(0, 1), ProbeLevel(0, 2), WriteLevel(0, 3, key_of(7), (node.capture(Capture(7)),))):
+        ended = level.run(task, node)
+        assert isinstance(ended, Failed), task
+        assert ended.number == task.number
         assert str(tmp_path / "level") in ended.text
     (tmp_path / "level").unlink()
 
-    assert level.run(ProbeLevel(0, 4)) == JobEnded(4)
+    assert level.run(ProbeLevel(0, 4)) == TaskEnded(4)
     assert isinstance(level.write(node, Capture(7)), StepStored)
 
 
@@ -490,7 +490,7 @@ def test_a_job_that_waits_for_a_bound_of_bytes_moves_meanwhile(rig, node, tmp_pa
 
     assert isinstance(level.write(node, Capture(6)), StepStored)
 
-    assert JobMoved(0, 1) in level.events
+    assert TaskMoved(0, 1) in level.events
 
 
 # ---------------------------------------------------------------- copy
@@ -830,15 +830,15 @@ def test_a_thread_that_was_abandoned_commits_nothing_while_another_one_works(rig
             assert goes_on.wait(30)
 
     passing(hang)
-    job = WriteLevel(0, 1, key_of(7), (node.capture(Capture(7)),))
-    abandoned = JobControl(job, level.events.append)
+    task = WriteLevel(0, 1, key_of(7), (node.capture(Capture(7)),))
+    abandoned = TaskControl(task, level.events.append)
     ended = []
-    thread = threading.Thread(target=lambda: ended.append(level.run(job, node, abandoned)))
+    thread = threading.Thread(target=lambda: ended.append(level.run(task, node, abandoned)))
     thread.start()
     assert hangs.wait(30)
     abandoned.is_cancelled = True
 
-    assert level.run(ProbeLevel(0, 2)) == JobEnded(2)
+    assert level.run(ProbeLevel(0, 2)) == TaskEnded(2)
     assert isinstance(level.write(node, Capture(8)), StepStored)
     goes_on.set()
     thread.join(30)
