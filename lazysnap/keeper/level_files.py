@@ -57,7 +57,6 @@ class LevelFiles:
         """True if all nodes see the same place there."""
         self.name = NodeName(settings.node, settings.num_nodes)
         """Name of the file that this node writes."""
-        self._speed = index + 1
         self._pace = RateLimiter(level.max_bytes_per_s)
         self._store: SnapshotStore | None = None
         """The store, not watched: it outlives a job."""
@@ -108,7 +107,7 @@ class LevelFiles:
         probe(self.open(beat).storage)
 
     def _open_new(self) -> SnapshotStore:
-        return open_store(self.url, speed=self._speed, options=self.level.storage_options)
+        return open_store(self.url, options=self.level.storage_options)
 
     # Names of files
 
@@ -345,7 +344,6 @@ class LevelFiles:
         """Return the facts of the first shard of this node."""
         return Entry(
             level=self.url,
-            speed=self._speed,
             run_id=self.settings.run,
             start=f"{key.start:016x}",
             step=key.step,

@@ -130,13 +130,13 @@ def delete_files(places: Sequence[FilePlace]) -> bool:
     return True
 
 
-def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> list[Entry]:
-    """Return the entries of a committed file, one for each rank."""
+def entries_of(manifest: Manifest, level: str) -> list[Entry]:
+    """Return the entries of a committed file at a level, one for each rank."""
     entries = []
     for shard in manifest.shards:
         meta = shard.meta
         capture = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
-        entries.append(Entry(level, speed, *capture, directory, file=manifest.name.text))
+        entries.append(Entry(level, *capture, meta.name.directory, file=manifest.name.text))
     return entries
 
 

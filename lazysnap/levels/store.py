@@ -35,7 +35,7 @@ from lazysnap.shard.names import NodeName, SnapshotName, check_name, keep_file_n
 logger = logging.getLogger(__name__)
 
 
-def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
+def open_store(url: str, *, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
     """Return the store at a path or fsspec URL. Does no I/O for local paths.
 
     Raises: LevelError, if fsspec does not know the protocol or lacks its package; ConfigError, for an ``s3://``
@@ -44,17 +44,17 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
     check_url(url)
     url = resolve_url(url)
     if is_path(url):
-        return SnapshotStore(LocalStorage(url), speed=speed)
+        return SnapshotStore(LocalStorage(url))
     # fsspec costs 0.1 s that local levels need not pay.
     if urlsplit(url).scheme in ("s3", "s3a"):
         try:
             from lazysnap.levels.s3 import S3Storage
         except ImportError as error:
             raise LevelError(f"{url}: needs obstore: pip install 'lazysnap[s3]'") from error
-        return SnapshotStore(S3Storage(url, options), speed=speed)
+        return SnapshotStore(S3Storage(url, options))
     from lazysnap.levels.fsspec_storage import FsspecStorage
 
-    return SnapshotStore(FsspecStorage(url, options), speed=speed)
+    return SnapshotStore(FsspecStorage(url, options))
 
 
 class SnapshotStore:
@@ -63,14 +63,13 @@ class SnapshotStore:
     Raises: LevelError, if the level does not answer or refuses.
     """
 
-    def __init__(self, storage: Storage, *, speed: int = 1) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.url = storage.url
-        self.speed = speed
 
     def watched(self, beat: Beat, pace: RateLimiter | None = None) -> "SnapshotStore":
         """Return this store as one job uses it, over a ``WatchedStorage``."""
-        return SnapshotStore(WatchedStorage(self.storage, beat, pace), speed=self.speed)
+        return SnapshotStore(WatchedStorage(self.storage, beat, pace))
 
     # ---------------------------------------------------------------- writing
 

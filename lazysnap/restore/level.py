@@ -28,10 +28,10 @@ class Level:
     Not thread-safe.
     """
 
-    def __init__(self, level: PersistentLevel, speed: int) -> None:
-        """``speed``: its rank among the sources, see ``Entry``."""
+    def __init__(self, level: PersistentLevel, distance: int = 0) -> None:
+        """``distance``: see ``Entry``."""
         self._level = level
-        self.speed = speed
+        self.distance = distance
         self._store: SnapshotStore | None = None
         self._opening = threading.Lock()
         self._manifests: dict[str, Manifest] = {}
@@ -44,7 +44,7 @@ class Level:
     def _open(self) -> SnapshotStore:
         with self._opening:
             if self._store is None:
-                self._store = open_store(self.url, speed=self.speed, options=self._level.storage_options)
+                self._store = open_store(self.url, options=self._level.storage_options)
             return self._store
 
     def forget(self) -> None:
@@ -131,7 +131,7 @@ def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], Non
     A level that does not answer is skipped; ``note`` receives a line about it. Blocks: all are listed at once, each at
     most ``timeout_s`` without progress.
     """
-    answers = [Level(level, 0).begin_names(marked=False) for level in levels]
+    answers = [Level(level).begin_names(marked=False) for level in levels]
     names = []
     for level, answer in zip(levels, answers, strict=True):
         try:
@@ -152,7 +152,7 @@ def newest_id(levels: Sequence[PersistentLevel], timeout_s: float) -> str:
     A level that fails, or does not answer within ``timeout_s``, is skipped. Blocks.
     """
     deadline = time.monotonic() + timeout_s
-    answers = [Level(level, 0).begin_newest_id() for level in levels]
+    answers = [Level(level).begin_newest_id() for level in levels]
     newest = ""
     for level, answer in zip(levels, answers, strict=True):
         if not answer.wait(max(0.0, deadline - time.monotonic())):

@@ -11,6 +11,8 @@ from lazysnap.resolver import Entry, SnapshotKey
 
 PARITY = "parity"
 """The level of what is computed from parity, in place of an URL."""
+_DISTANCE = 1
+"""See ``Entry``: parity is behind memory, and before the levels."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,8 @@ def lost_parts(
             )
             for rank in member.ranks:
                 location = f"{number}/{rank}"
-                shards.append(Entry(PARITY, 1, first.run_id, first.start, first.step, rank, first.world_size, location))
+                capture = (first.run_id, first.start, first.step, rank, first.world_size)
+                shards.append(Entry(PARITY, *capture, location, distance=_DISTANCE))
     return parts, shards, problems
 
 

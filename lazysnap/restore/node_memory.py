@@ -94,7 +94,6 @@ class NodeMemory:
                 is_repeatable = capture.is_repeatable
             entry = Entry(
                 MEMORY,
-                0,
                 capture.run_id,
                 capture.start,
                 capture.step,

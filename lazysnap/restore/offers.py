@@ -16,8 +16,6 @@ from lazysnap.resolver import Entry, Inventory
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.shard.names import NodeName, SnapshotName
 
-_MEMORY_SPEED = 0
-
 
 def ranges_of(numbers: Iterable[int]) -> list[int]:
     """Return first and last number of each range of consecutive ones, in one list."""
@@ -56,7 +54,7 @@ def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
     for run_id, start, world_size, rank, local_rank, steps in packed:
         for step, sequence, is_repeatable in steps:
             location = f"{local_rank}/{sequence}"
-            entry = Entry(MEMORY, _MEMORY_SPEED, run_id, start, step, rank, world_size, location, node=node)
+            entry = Entry(MEMORY, run_id, start, step, rank, world_size, location, node=node)
             entries.append(replace(entry, is_repeatable=is_repeatable))
     return Inventory(f"{MEMORY} of {node}", tuple(entries))
 
@@ -115,7 +113,7 @@ def pack_files(inventory: Inventory, directories: Sequence[Directory]) -> list[A
 
 
 def unpack_files(
-    packed: list[Any], directories: Sequence[Directory], url: str, speed: int, label: str | None
+    packed: list[Any], directories: Sequence[Directory], url: str, distance: int, label: str | None
 ) -> Inventory:
     """Return what ``pack_files`` packed.
 
@@ -123,7 +121,7 @@ def unpack_files(
         packed: what one rank found.
         directories: as for ``pack_files``.
         url: the level.
-        speed: its rank among the sources, see ``Entry``.
+        distance: see ``Entry``.
         label: the place that only some ranks see; ``None``: all do.
     """
     files, problems = packed
@@ -137,5 +135,5 @@ def unpack_files(
             for rank in numbers_in(ranges):
                 shard = (name.run_id, name.start, name.step, rank, world_size)
                 location = directory.name
-                entries.append(Entry(url, speed, *shard, location, label, directory.names, file))
+                entries.append(Entry(url, *shard, location, label, directory.names, file, distance))
     return Inventory(url, tuple(entries), tuple(problems))

@@ -101,13 +101,13 @@ class PartReader:
         state = self._read_state(chosen[own_rank], meta.state, partial(_room, assembly, target))
         if isinstance(state, Failure):
             return state
-        slowest = max((chosen[rank] for rank in added), key=attrgetter("speed"))
+        farthest = max((chosen[rank] for rank in added), key=attrgetter("distance"))
         return Snapshot(
             state,
             plan.step,
             plan.run_id,
             plan.start,
-            level=slowest.level,
+            level=farthest.level,
             world_size=plan.world_size,
             parameters=meta.parameters,
             captured_ns=meta.captured_ns,
@@ -212,7 +212,7 @@ def nearest_first(
 
     def unlikeliness(rank: int) -> tuple[bool, bool, int, int, int]:
         entry = chosen[rank]
-        return rank not in node_ranks, rank not in replicas, entry.speed, abs(rank - nearest), rank
+        return rank not in node_ranks, rank not in replicas, entry.distance, abs(rank - nearest), rank
 
     return sorted(chosen, key=unlikeliness)
 

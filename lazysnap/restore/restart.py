@@ -51,7 +51,7 @@ from lazysnap.state.walk import collector_paused
 logger = logging.getLogger("lazysnap.engine")
 
 _FIRST_LEVEL = 2
-"""Speed of the first level: behind memory, and what is computed from parity."""
+"""Distance of the first level: behind memory, and what is computed from parity."""
 _PATIENCE_S = 3.0
 """Seconds to wait for levels if memory has a whole snapshot."""
 _LISTINGS = 3
@@ -534,9 +534,9 @@ class _Search:
 
 
 def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:
-    """Return by rank the fastest of the usable sources of its shard; of two in memory that of this node. Pure."""
+    """Return by rank the nearest of the usable sources of its shard; of two in memory that of this node. Pure."""
     chosen: dict[int, Entry] = {}
-    for entry in sorted(usable, key=lambda entry: (entry.speed, entry.node not in (None, node))):
+    for entry in sorted(usable, key=lambda entry: (entry.distance, entry.node not in (None, node))):
         chosen.setdefault(entry.rank, entry)
     return chosen
 

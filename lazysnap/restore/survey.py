@@ -239,15 +239,15 @@ class Survey:
         inventories = []
         for packed_sites, late in self._world.exchange_after("what of it is whole", read_share):
             self.late.update(late)
-            for number, speed, packed in packed_sites:
+            for number, distance, packed in packed_sites:
                 site = sites[number]
-                inventories.append(unpack_files(packed, site.listing.directories, site.url, speed, site.label))
+                inventories.append(unpack_files(packed, site.listing.directories, site.url, distance, site.label))
         return merged(inventories)
 
     def _read_share(self, sites: list[Site], problems: list[str], deadline: float | None) -> list[Any]:
         """Return the contents of this rank's shares, and the URLs of late levels.
 
-        The contents of a share are packed, behind the number of the site and its speed.
+        The contents of a share are packed, behind the number of the site and its distance.
         """
         rank = self._world.rank
         begun = []
@@ -275,7 +275,7 @@ class Survey:
             packed = pack_files(inventory, sites[number].listing.directories)
             if any(packed):
                 # The level of a rank may have another URL than that of any other rank.
-                packed_sites.append([number, self._levels[url].speed, packed])
+                packed_sites.append([number, self._levels[url].distance, packed])
         faults.point("restore.surveyed")
         return [packed_sites, late]
 

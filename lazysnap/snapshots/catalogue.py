@@ -410,7 +410,7 @@ class Catalogue:
         for place, directory in directory_of.items():
             manifest = self._manifests[place]
             if isinstance(manifest, Manifest):
-                for entry in entries_of(manifest, self.store.url, self.store.speed, directory.name):
+                for entry in entries_of(manifest, self.store.url):
                     manifests[replace(entry, names=directory.names)] = manifest
         return manifests
 

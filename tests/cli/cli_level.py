@@ -104,7 +104,7 @@ def put(
         packages={"lazysnap": "0.1.0", "torch": torch.__version__},
         parameters=parameters,
     )
-    (entry,) = entries_of(write_shard(store, meta, shard.source), store.url, store.speed, meta.name.directory)
+    (entry,) = entries_of(write_shard(store, meta, shard.source), store.url)
     for name in names:
         store.keep(entry, name)
     return entry

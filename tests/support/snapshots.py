@@ -76,7 +76,7 @@ class Snapshot:
     def write(self, store: SnapshotStore) -> Entry:
         """Write and commit it."""
         manifest = write_shard(store, self.meta, self.source())
-        return entries_of(manifest, store.url, store.speed, self.meta.name.directory)[0]
+        return entries_of(manifest, store.url)[0]
 
     def delete(self, store: SnapshotStore) -> bool:
         """Delete it as keepers and ``lazysnap prune`` do; ``False``: it has to stay."""
