@@ -30,7 +30,7 @@ from lazysnap.levels.watchdog import Beat
 from lazysnap.levels.watched import RateLimiter, WatchedStorage
 from lazysnap.resolver import Entry
 from lazysnap.shard.manifest import Manifest, Shard
-from lazysnap.shard.names import NodeName, SnapshotName, check_name, keep_file_name
+from lazysnap.shard.names import NodeName, check_name, keep_file_name
 
 logger = logging.getLogger(__name__)
 
@@ -166,8 +166,7 @@ class SnapshotStore:
         file = keep_file_name(name)
         # No manifest is read: every node of a training does this.
         for directory in list_names(self.storage).directories:
-            snapshot = SnapshotName.parse(directory.name)
-            if snapshot is None or name not in directory.names or run_id not in (None, snapshot.run_id):
+            if name not in directory.names or run_id not in (None, directory.snapshot.run_id):
                 continue
             if self._is_our_name(directory.name, file):
                 self.storage.delete(f"{directory.name}/{file}")

@@ -140,9 +140,8 @@ def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], Non
             note(f"{level.url} is left out: {error}")
             continue
         for directory in directories:
-            name = SnapshotName.parse(directory.name)
-            if name is not None and directory.is_whole:
-                names.append(name)
+            if directory.is_whole:
+                names.append(directory.snapshot)
     return names
 
 

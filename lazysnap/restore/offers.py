@@ -14,7 +14,7 @@ from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.levels.listing import Directory
 from lazysnap.resolver import Entry, Inventory
 from lazysnap.restore.snapshot import MEMORY
-from lazysnap.shard.names import NodeName, SnapshotName
+from lazysnap.shard.names import NodeName
 
 
 def ranges_of(numbers: Iterable[int]) -> list[int]:
@@ -130,8 +130,7 @@ def unpack_files(
         file = NodeName(node, nodes).text
         for number in numbers_in(of_directories):
             directory = directories[number]
-            name = SnapshotName.parse(directory.name)
-            assert name is not None
+            name = directory.snapshot
             for rank in numbers_in(ranges):
                 shard = (name.run_id, name.start, name.step, rank, world_size)
                 location = directory.name

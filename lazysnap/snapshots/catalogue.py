@@ -213,7 +213,7 @@ class Catalogue:
                 directory_names.append(directory_name)
         by_step: dict[tuple[str, int], list[Directory]] = {}
         for directory in self._list(directory_names):
-            name = self._snapshot_names[directory.name]
+            name = directory.snapshot
             if snapshot_filter.includes(name, directory.names):
                 by_step.setdefault((name.run_id, name.step), []).append(directory)
         best_to_worst = sorted(by_step.items(), reverse=True)
@@ -225,7 +225,7 @@ class Catalogue:
             if not plans:
                 for directory in directories:
                     if directory.bare:
-                        self.incomplete.append(without_manifest(self.store.url, step, directory))
+                        self.incomplete.append(without_manifest(self.store.url, directory))
                 self._explain(step, entries)
             yield from plans
 
@@ -277,7 +277,7 @@ class Catalogue:
         run_ids = set()
         for directory in self._list_all():
             if directory.ranges:
-                run_ids.add(self._snapshot_names[directory.name].run_id)
+                run_ids.add(directory.snapshot.run_id)
         return short_ids(run_ids)
 
     def shards(self, plan: RestartPlan) -> list[Shard]:
@@ -349,11 +349,11 @@ class Catalogue:
         uncommitted = []
         bare = []
         for directory in directories:
-            name = self._snapshot_names[directory.name]
+            name = directory.snapshot
             if directory.name not in committed:
                 uncommitted.append((directory.name, name.step))
             if directory.bare and directory.name not in complete:
-                bare.append((name, without_manifest(self.store.url, name.step, directory, "is not complete")))
+                bare.append((name, without_manifest(self.store.url, directory, "is not complete")))
         return tuple(sorted(uncommitted)), tuple(sorted(bare))
 
     def inventory(self, share: tuple[int, int] | None = None) -> Inventory:
@@ -365,13 +365,10 @@ class Catalogue:
         entries = tuple(self._manifests_by_entry(self._list_all(), share))
         problems = list(self._unlisted)
         for place, manifest in self._manifests.items():
-            name = SnapshotName.parse(place.directory)
-            if isinstance(manifest, Manifest) or (name is None and manifest is None):
+            if isinstance(manifest, Manifest):
                 continue
             problem = manifest or f"{place.where}: its manifest was deleted while this level was read"
-            if name is not None:
-                problem = f"step {name.step} passed over: {problem}"
-            problems.append(problem)
+            problems.append(f"step {self._snapshot_names[place.directory].step} passed over: {problem}")
         return Inventory(self.store.url, entries, tuple(problems))
 
     # ---------------------------------------------------------------- listings and manifests
