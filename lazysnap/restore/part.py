@@ -10,7 +10,7 @@ import torch
 from lazysnap.errors import FormatError, LazySnapError, StateError
 from lazysnap.ranks.world import World
 from lazysnap.resolver import Entry, RestartPlan
-from lazysnap.restore.snapshot import Snapshot
+from lazysnap.restore.snapshot import MEMORY, Snapshot
 from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.targets import LiveTensors, is_empty_part, is_part, room_on_device
 from lazysnap.snapshots.assembly import Assembly
@@ -147,7 +147,10 @@ class PartReader:
             state = decode(small, tensor=tensors.__getitem__)
         except StateError:  # an older snapshot would have the same
             raise
-        except DecoderError as error:  # another source would have the same
+        except DecoderError as error:
+            # Bytes in memory may have no checksums yet, and may be damaged. All others are what was captured.
+            if entry.level == MEMORY:
+                return self._sources.refuse(entry, error)
             return Failure(str(error), is_of_decoder=True)
         except LazySnapError as error:
             return self._sources.refuse(entry, error)

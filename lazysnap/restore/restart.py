@@ -229,7 +229,7 @@ class _Search:
         self.unreadable: set[SnapshotKey] = set()
         """Snapshots that some rank could not read."""
         self.decoder_errors: list[str] = []
-        """What decoders of the program raised when these were read. The same on every rank."""
+        """Errors of decoders of the program that these snapshots met. The same on every rank."""
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""
         self.reads_all = False
@@ -508,6 +508,7 @@ class _Search:
         own_rank = self._world.rank % plan.world_size
         failures = self._sources.failures
         entries = list(chain.from_iterable(plan.sources))
+        is_of_decoder = False
         while True:
             chosen = nearest_sources(filter(self._is_usable, entries), self._node)
             bad = {entry: failures[entry] for entry in entries if entry in failures}
@@ -516,7 +517,8 @@ class _Search:
                 if not self._world.is_alone:
                     within = f" within reach of {self._node.split('/')[0]}"
                 reasons = "; ".join(bad.values()) or "it is not there"
-                return Failure(f"the shard of rank {own_rank} is nowhere whole{within}: {reasons}")
+                text = f"the shard of rank {own_rank} is nowhere whole{within}: {reasons}"
+                return Failure(text, is_of_decoder=is_of_decoder)
             part = self._parts.read(plan, chosen)
             if isinstance(part, Snapshot):
                 for entry, reason in bad.items():
@@ -526,6 +528,7 @@ class _Search:
                     self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
             if isinstance(part, Snapshot) or not part.is_refusal:
                 return part
+            is_of_decoder = is_of_decoder or part.is_of_decoder
 
     def _is_usable(self, entry: Entry) -> bool:
         is_here = entry.node in (None, self._node) or entry.node in self.survey.reach

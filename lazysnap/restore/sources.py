@@ -16,6 +16,7 @@ from lazysnap.restore.parity import Parity
 from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.snapshot import MEMORY
 from lazysnap.snapshots.reader import OpenShard, read
+from lazysnap.state.codec import DecoderError
 
 
 class Source(Protocol):
@@ -128,7 +129,7 @@ class Sources:
         self.failures[entry] = text
         if isinstance(error, FileNotFoundError):
             self.has_vanished = True
-        return Failure(text, is_refusal=True)
+        return Failure(text, is_refusal=True, is_of_decoder=isinstance(error, DecoderError))
 
 
 def _where(entry: Entry) -> str:
