@@ -30,8 +30,8 @@ _ANSWER_S = 2.0
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show the jobs of this node. Blocks: at most about ``_ANSWER_S``.
 
-    Returns 1 if a keeper does not answer, a level fails or a job has another problem; for Prometheus 0 all the same,
-    because the text has the number of problems. Raises: ConfigError.
+    Returns: 1 if a keeper does not answer, a level fails or a job has another problem. For Prometheus always 0: the
+    text has the number of problems. Raises: ConfigError.
     """
     if args.prometheus and args.json:
         raise ConfigError("--prometheus and --json are two forms of the same numbers: choose one")
