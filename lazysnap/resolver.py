@@ -38,6 +38,11 @@ class Entry:
     """True if a restart may train its step again: see ``can_repeat``; ``None`` if it is in no slot of the rank itself,
     where alone that is known."""
 
+    @property
+    def snapshot(self) -> SnapshotName:
+        """The snapshot that it is part of."""
+        return SnapshotName(self.run_id, self.step, self.start)
+
 
 @dataclass(frozen=True)
 class Inventory:

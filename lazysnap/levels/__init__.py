@@ -1,5 +1,5 @@
 """Persistent levels: storage backends, and the snapshots kept on them."""
 
-from lazysnap.levels.store import SnapshotStore, open_store
+from lazysnap.levels.store import open_storage
 
-__all__ = ["SnapshotStore", "open_store"]
+__all__ = ["open_storage"]

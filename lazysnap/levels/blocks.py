@@ -248,6 +248,13 @@ def read_node_file(
         fill({blocks: _all_bytes(manifest, skips_base=skips_base)}, progress=progress)
 
 
+def verify(place: FilePlace, *, skips_base: bool = False) -> Manifest:
+    """Read a manifest, then the file as ``read_node_file``; return the manifest. Blocks. Raises: as that function."""
+    manifest = place.read_manifest()
+    read_node_file(place, manifest, skips_base=skips_base)
+    return manifest
+
+
 def _all_bytes(manifest: Manifest, *, skips_base: bool) -> list[WantedBytes]:
     """Return the ranges of a whole file. Their bytes are discarded after the comparison."""
     ranges = []

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lazysnap import faults
 from lazysnap.errors import FormatError
 from lazysnap.levels.files import TEMPORARY
-from lazysnap.levels.storage import Storage, is_probe
+from lazysnap.levels.storage import Storage, is_probe, os_errors_named
 from lazysnap.shard.limits import MAX_SMALL_OBJECT_BYTES
 from lazysnap.shard.names import (
     NodeName,
@@ -132,16 +132,20 @@ def is_stale(storage: Storage, path: str) -> bool:
         return False
 
 
-def sweep(storage: Storage, is_ours: IsOurs | None) -> list[str]:
-    """See ``SnapshotStore.sweep``."""
+def sweep(storage: Storage, is_ours: IsOurs | None = None) -> list[str]:
+    """Delete files that dead writers left, and return their paths. Blocks. Raises: LevelError.
+
+    ``is_ours``: the nodes whose files are deleted; ``None``: all. Files of a living writer always stay.
+    """
     deleted = []
-    for leftover in leftovers(storage, is_ours):
-        faults.point("level.store.sweep")
-        if storage.delete_abandoned(leftover.path, unless=leftover.unless):
-            deleted.append(leftover.path)
-    directories = {path.split("/")[0] for path in deleted}
-    for directory in filter(is_directory_of_ours, storage.list()):
-        if directory in directories or is_empty_and_stale(storage, directory):
-            storage.delete_directory(directory)
-    # No listing shows the uploads of dead writers, and they cost money.
-    return [*deleted, *storage.abort_stale()]
+    with os_errors_named(storage.url, "sweeping"):
+        for leftover in leftovers(storage, is_ours):
+            faults.point("level.store.sweep")
+            if storage.delete_abandoned(leftover.path, unless=leftover.unless):
+                deleted.append(leftover.path)
+        directories = {path.split("/")[0] for path in deleted}
+        for directory in filter(is_directory_of_ours, storage.list()):
+            if directory in directories or is_empty_and_stale(storage, directory):
+                storage.delete_directory(directory)
+        # No listing shows the uploads of dead writers, and they cost money.
+        return [*deleted, *storage.abort_stale()]

@@ -35,6 +35,13 @@ class FilePlace:
     directory: str
     name: NodeName
 
+    @classmethod
+    def of(cls, storage: Storage, entry: Entry) -> "FilePlace":
+        """Return the place of the file that holds a shard, which is at a level."""
+        name = NodeName.parse(entry.file)
+        assert name is not None, f"{entry} is in memory"
+        return cls(storage, entry.location, name)
+
     @property
     def file_path(self) -> str:
         """The file's path in the storage."""

@@ -39,8 +39,8 @@ class WatchedStorage(Storage):
     """Another storage. Each operation first calls ``beat``, of the watchdog of one job.
 
     ``beat`` reports progress, and raises CaptureAborted when the caller of the job has given up. A thread that was
-    left behind and returns therefore commits and deletes nothing. A store lives longer than a job, so each job wraps
-    its storage anew (``SnapshotStore.watched``): a thread that was left behind keeps the ``beat`` that raises.
+    left behind and returns therefore commits and deletes nothing. A storage lives longer than a job, so each job
+    wraps it anew: a thread that was left behind keeps the ``beat`` that raises.
     """
 
     def __init__(self, storage: Storage, beat: Beat, pace: RateLimiter | None = None) -> None:

@@ -15,13 +15,15 @@ from support.place import BLOCK, WAIT_S, MakeStorage, Place, everything, write_o
 from support.snapshots import RUN, SHARD, Snapshot, directory, look
 
 from lazysnap.errors import LazySnapError, LevelError
-from lazysnap.levels.node_file import delete_files
+from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import SnapshotStore
+from lazysnap.levels.store import keep, release
 from lazysnap.levels.watchdog import Beat, LevelHangs, Watchdog
+from lazysnap.levels.watched import WatchedStorage
 from lazysnap.resolver import candidates
 
-Work = Callable[[SnapshotStore], object]
+Work = Callable[[Storage], object]
 
 
 @dataclass(frozen=True)
@@ -33,35 +35,35 @@ class Scenario:
     may_go: frozenset[int] = frozenset()
 
 
-def _write(store: SnapshotStore) -> None:
+def _write(store: Storage) -> None:
     Snapshot(3, elements=BLOCK).write(store)  # two blocks
 
 
-def _write_again(store: SnapshotStore) -> None:
+def _write_again(store: Storage) -> None:
     Snapshot(2, elements=6000, start="2" * 16).write(store)
 
 
-def _delete(store: SnapshotStore) -> None:
+def _delete(store: Storage) -> None:
     Snapshot(1).delete(store)
 
 
-def _leave_rests(store: SnapshotStore) -> None:
+def _leave_rests(store: Storage) -> None:
     for step in (2, 3):
-        write_object(store.storage, f"{directory(step, start='9' * 16)}/{SHARD}", b"left by the dead")
+        write_object(store, f"{directory(step, start='9' * 16)}/{SHARD}", b"left by the dead")
 
 
-def _sweep(store: SnapshotStore) -> None:
-    store.sweep()
+def _sweep(store: Storage) -> None:
+    sweep(store)
 
 
-def _read(store: SnapshotStore) -> None:
+def _read(store: Storage) -> None:
     look(store)
 
 
-def _name(store: SnapshotStore) -> None:
+def _name(store: Storage) -> None:
     for entry in inventory_of(store).entries:
-        store.keep(entry, f"name-{entry.step}")
-    store.release(RUN, "name-1")
+        keep(store, entry.snapshot, f"name-{entry.step}")
+    release(store, RUN, "name-1")
 
 
 SCENARIOS = {
@@ -93,7 +95,7 @@ def _concerns(fault: Fault, operation: str) -> bool:
     return not (isinstance(fault, Fail) and fault.after) or operation in CHANGES or fault.lasting
 
 
-def _needed(store: SnapshotStore) -> list[str]:
+def _needed(store: Storage) -> list[str]:
     """The objects of all that is offered."""
     inventory = inventory_of(store)
     directories = {entry.location for entry in inventory.entries}
@@ -106,7 +108,7 @@ _DRY_RUNS: dict[tuple[type, Scenario], list[str]] = {}
 
 
 class BreakageContract(Place):
-    """What ``SnapshotStore`` promises over a storage that fails, as tests; see ``StorageContract``."""
+    """What snapshots at a storage that fails promise, as tests; see ``StorageContract``."""
 
     every = 1
     """Try each ``every``-th operation only, where a place is slow; which ones, differs from fault to fault."""
@@ -116,8 +118,8 @@ class BreakageContract(Place):
         """Objects without a writer count as abandoned and settled at once, so that a sweep removes them."""
         monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)
 
-    def _prepared(self, make_storage: MakeStorage, name: str, scenario: Scenario) -> SnapshotStore:
-        store = SnapshotStore(make_storage(name))
+    def _prepared(self, make_storage: MakeStorage, name: str, scenario: Scenario) -> Storage:
+        store = make_storage(name)
         for step in (1, 2):
             Snapshot(step).write(store)
         scenario.prepare(store)
@@ -133,14 +135,14 @@ class BreakageContract(Place):
         if key not in _DRY_RUNS:
             store = self._prepared(make_storage, "dry", scenario)
             plan = FaultPlan()
-            scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)))
+            scenario.work(FaultyStorage(store, plan))
             assert plan.operations
             _DRY_RUNS[key] = plan.operations
         return _DRY_RUNS[key]
 
     def _check(self, make_storage: MakeStorage, name: str, scenario: Scenario, *, is_silent: bool) -> None:
         """What must hold when the place is well again: for a restart, and for the run that goes on."""
-        store = SnapshotStore(make_storage(name))
+        store = make_storage(name)
         findings = look(store)
         # What was whole before and need not go is whole, and there is a candidate.
         assert set(findings.steps()) >= {1, 2} - scenario.may_go, findings.problems
@@ -152,11 +154,11 @@ class BreakageContract(Place):
         # The run goes on, and nothing stays that nobody needs.
         newest = Snapshot(9).write(store)
         for entry in inventory_of(store).entries:
-            assert entry == newest or delete_files([store.place(entry)]) != bool(entry.names)
+            assert entry == newest or delete_files([FilePlace.of(store, entry)]) != bool(entry.names)
         assert 9 in look(store).steps()
-        store.sweep()
+        sweep(store)
         if not is_silent:
-            assert everything(store.storage) == _needed(store)
+            assert everything(store) == _needed(store)
 
     @pytest.mark.usefixtures("no_patience")
     @pytest.mark.parametrize("how", FAULTS)
@@ -172,7 +174,7 @@ class BreakageContract(Place):
             plan = FaultPlan(fault)
             # It may fail, or not notice; what it raises is one of ours.
             with contextlib.suppress(LazySnapError, FileNotFoundError):
-                scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)))
+                scenario.work(FaultyStorage(store, plan))
             assert fault in plan.happened
             is_silent = isinstance(fault, Flip) or (isinstance(fault, Truncate) and fault.claims_success)
             try:
@@ -190,10 +192,10 @@ class BreakageContract(Place):
             plan, ended = FaultPlan(Hang(n)), threading.Event()
 
             def work(
-                beat: Beat, store: SnapshotStore = store, plan: FaultPlan = plan, ended: threading.Event = ended
+                beat: Beat, store: Storage = store, plan: FaultPlan = plan, ended: threading.Event = ended
             ) -> None:
                 try:
-                    scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)).watched(beat))
+                    scenario.work(WatchedStorage(FaultyStorage(store, plan), beat))
                 finally:
                     ended.set()
 

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 import pytest
 from deaths import run_forks
 from support.damage import flip
+from support.image import write_node
 from support.listing import files_below
 from support.place import PAGE, pattern
 
 from lazysnap.errors import FormatError
-from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels import open_storage
 from lazysnap.levels.base import BlockPlaces
-from lazysnap.levels.blocks import Buffers, FileBlocks, VerifiedSource, WantedBytes, fill
+from lazysnap.levels.blocks import Buffers, FileBlocks, VerifiedSource, WantedBytes, fill, verify
+from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous, shard_of
+from lazysnap.levels.storage import Storage
 from lazysnap.shard.checksum import BLOCK_BYTES
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -79,18 +82,18 @@ class FineTuning:
     def directory(self) -> str:
         return self.meta.name.directory
 
-    def write(self, store: SnapshotStore, former: "FineTuning | None" = None) -> Manifest:
+    def write(self, store: Storage, former: "FineTuning | None" = None) -> Manifest:
         source = self.source
         where = None if former is None else former.directory
-        return store.write_file(NAME, [shard_of(self.meta, source)], source, former=where)
+        return write_node(store, NAME, [shard_of(self.meta, source)], source, former=where)
 
-    def place(self, store: SnapshotStore) -> FilePlace:
-        return FilePlace(store.storage, self.directory, NAME)
+    def place(self, store: Storage) -> FilePlace:
+        return FilePlace(store, self.directory, NAME)
 
 
 def bytes_of(store, directory, name=NAME):
     """Every byte of a committed file, each block compared."""
-    place = FilePlace(store.storage, directory, name)
+    place = FilePlace(store, directory, name)
     manifest = read_committed(place)
     out = bytearray(manifest.size_bytes)
 
@@ -104,7 +107,7 @@ def bytes_of(store, directory, name=NAME):
 
 @pytest.fixture
 def store(tmp_path):
-    return open_store(str(tmp_path / "level"))
+    return open_storage(str(tmp_path / "level"))
 
 
 def inode(store, snapshot):
@@ -123,7 +126,7 @@ def test_the_second_snapshot_takes_the_base_of_the_first_over(store):
     assert written.written_bytes == written.size_bytes - 2 * BLOCK_BYTES
     for snapshot in (first, second):
         assert bytes_of(store, snapshot.directory) == snapshot.image
-        assert store.verify(snapshot.place(store)).base == ((1, 3),)
+        assert verify(snapshot.place(store)).base == ((1, 3),)
     assert not [path for path in files_below(store.url) if ".tmp-" in str(path)]
 
 
@@ -134,7 +137,7 @@ def test_a_snapshot_needs_no_other_one(store):
     assert delete_files([first.place(store)])
 
     assert bytes_of(store, second.directory) == second.image
-    assert store.storage.list() == [second.directory]
+    assert store.list() == [second.directory]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +150,7 @@ def test_a_base_that_cannot_be_taken_over_is_written_anew(store, why):
     if why != "no such snapshot":
         first.write(store)
     if why == "base is gone":
-        store.storage.delete(first.place(store).base_path)
+        store.delete(first.place(store).base_path)
     if why == "damaged manifest":
         flip(pathlib.Path(store.url) / first.place(store).manifest_path)
 
@@ -161,7 +164,7 @@ def test_a_small_share_of_frozen_tensors_makes_no_base(store):
     snapshot = FineTuning(1, frozen_bytes=BLOCK_BYTES + 5000)
 
     assert snapshot.write(store).base == ()
-    assert store.storage.list(snapshot.directory) == [NAME.manifest, NAME.file]
+    assert store.list(snapshot.directory) == [NAME.manifest, NAME.file]
 
 
 def test_several_ranks_share_one_base(store):
@@ -170,7 +173,7 @@ def test_several_ranks_share_one_base(store):
         ranks = [FineTuning(step, rank=rank, world_size=2) for rank in range(2)]
         together = NodeSource([(each.meta, each.source) for each in ranks])
         former = FineTuning(1).directory
-        written.append(store.write_file(NAME, together.shards, together, former=former))
+        written.append(write_node(store, NAME, together.shards, together, former=former))
 
     first, second = written
     assert first.base == second.base
@@ -183,14 +186,14 @@ def test_several_ranks_share_one_base(store):
 
 
 def test_a_copy_to_another_level_takes_the_base_of_that_level_over(store, tmp_path):
-    other = open_store(str(tmp_path / "other"))
+    other = open_storage(str(tmp_path / "other"))
     former = None
     for step in (1, 2):
         snapshot = FineTuning(step)
         manifest = snapshot.write(store)
         blocks = FileBlocks(snapshot.place(store), manifest)
         with contextlib.closing(blocks):
-            copied = other.write_file(NAME, manifest.shards, VerifiedSource(blocks), former=former)
+            copied = write_node(other, NAME, manifest.shards, VerifiedSource(blocks), former=former)
         assert bytes_of(other, snapshot.directory) == snapshot.image
         former = snapshot.directory
     assert copied.written_bytes < copied.size_bytes
@@ -209,7 +212,7 @@ def test_a_damaged_base_is_found(store, damage):
         path.unlink()
 
     with pytest.raises((FormatError, FileNotFoundError)):
-        store.verify(snapshot.place(store))
+        verify(snapshot.place(store))
     if damage != "flipped":
         with pytest.raises(FormatError):
             read_committed(snapshot.place(store))
@@ -264,7 +267,7 @@ def test_a_reader_that_knows_the_page_of_the_format_alone_reads_it(store):
 
 def work(root):
     """Store, take over, delete; in a fork that dies somewhere."""
-    store = open_store(root)
+    store = open_storage(root)
     former = None
     for step in (1, 2, 3):
         snapshot = small(step)
@@ -292,11 +295,11 @@ def test_killed_at_any_point_what_was_committed_is_whole(tmp_path):
         root = tmp_path / point
         committed = tmp_path / f"{point}.committed"
         steps = [int(line) for line in committed.read_text().split()] if committed.exists() else []
-        store = open_store(str(root))
+        store = open_storage(str(root))
         for step in steps[-2:]:
             assert bytes_of(store, small(step).directory) == small(step).image, point
         # A new keeper goes on, from whatever is there.
         small(4).write(store, small(max(steps, default=1)))
         assert bytes_of(store, small(4).directory) == small(4).image, point
-        store.sweep()
+        sweep(store)
         assert not [path for path in files_below(store.url) if ".tmp-" in str(path)], point

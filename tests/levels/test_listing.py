@@ -10,8 +10,9 @@ from support.catalogue import inventory_of
 from support.image import write_shard
 from support.names import START, directory_of
 
-from lazysnap.levels import open_store
+from lazysnap.levels import open_storage
 from lazysnap.levels.listing import Directory, Listing, list_names
+from lazysnap.levels.store import keep
 from lazysnap.shard.names import NodeName
 from lazysnap.snapshots.catalogue import Catalogue
 
@@ -22,7 +23,7 @@ WORLD = 5
 
 @pytest.fixture
 def store(tmp_path):
-    store = open_store(str(tmp_path / "run"))
+    store = open_storage(str(tmp_path / "run"))
     for step in (1, 2):
         for rank in range(WORLD):
             write_shard(store, dataclasses.replace(meta(step), rank=rank, world_size=WORLD, start=START), Image(step))
@@ -30,9 +31,9 @@ def store(tmp_path):
 
 
 def test_ranks_in_a_row_are_told_as_one(store):
-    store.storage.delete(f"{directory_of(2)}/node-00002-of-0000{WORLD}.json")
+    store.delete(f"{directory_of(2)}/node-00002-of-0000{WORLD}.json")
 
-    assert [directory.ranges for directory in list_names(store.storage).directories] == [
+    assert [directory.ranges for directory in list_names(store).directories] == [
         ((5, 0, 4),),
         ((5, 0, 1), (5, 3, 4)),
     ]
@@ -40,8 +41,8 @@ def test_ranks_in_a_row_are_told_as_one(store):
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
 def test_together_the_shares_are_the_whole(store, parts):
-    store.keep(inventory_of(store).entries[0], "named")
-    listing = msgspec.json.decode(json.dumps(msgspec.to_builtins(list_names(store.storage))), type=Listing)
+    keep(store, inventory_of(store).entries[0].snapshot, "named")
+    listing = msgspec.json.decode(json.dumps(msgspec.to_builtins(list_names(store))), type=Listing)
 
     found = [Catalogue(store, listing).inventory((part, parts)).entries for part in range(parts)]
 
@@ -55,10 +56,10 @@ def test_together_the_shares_are_the_whole(store, parts):
     "name", ["node-000001-of-00005.json", "node-00005-of-00005.json", "node-00000-of-9999999999.json", "notes.json"]
 )
 def test_a_manifest_of_another_name_is_not_looked_at(store, tmp_path, name):
-    before = list_names(store.storage)
+    before = list_names(store)
     (tmp_path / "run" / directory_of(1) / name).write_text("{}")
 
-    assert list_names(store.storage) == before
+    assert list_names(store) == before
     assert inventory_of(store).problems == ()
 
 
@@ -68,14 +69,14 @@ def test_what_has_no_manifest_is_named(tmp_path, suffix):
     (tmp_path / directory_of(3)).mkdir()
     (tmp_path / directory_of(3) / file).write_text("")
 
-    [(_, message)] = Catalogue(open_store(str(tmp_path))).contents().without_manifest
+    [(_, message)] = Catalogue(open_storage(str(tmp_path))).contents().without_manifest
 
     assert f"{directory_of(3)}/{file} is there without its manifest" in message
 
 
 def test_what_went_between_listing_and_looking_is_said(store):
-    listing = list_names(store.storage)
-    store.storage.delete(f"{directory_of(1)}/node-00000-of-00005.safetensors")
+    listing = list_names(store)
+    store.delete(f"{directory_of(1)}/node-00000-of-00005.safetensors")
 
     inventory = Catalogue(store, listing).inventory()
 
@@ -95,7 +96,7 @@ def test_nodes_with_different_numbers_of_ranks_make_one_whole_directory(tmp_path
     for node in (0, 1):
         (tmp_path / directory_of(1) / NodeName(node, 2).manifest).write_text("{}")
 
-    [directory] = list_names(open_store(str(tmp_path)).storage).directories
+    [directory] = list_names(open_storage(str(tmp_path))).directories
 
     assert directory.is_whole
     assert list(directory.nodes()) == [NodeName(0, 2), NodeName(1, 2)]

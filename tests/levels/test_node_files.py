@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 from support.catalogue import inventory_of
-from support.image import write_shard
+from support.image import write_node, write_shard
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START, lone_manifest
 
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels import open_store
-from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill
+from lazysnap.levels import open_storage
+from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill, verify
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
@@ -52,9 +53,9 @@ def joined(shards, ranks=RANKS) -> NodeSource:
 @pytest.fixture(scope="module")
 def written(shards, tmp_path_factory):
     """A level with the file, and its manifest."""
-    store = open_store(str(tmp_path_factory.mktemp("level")))
+    store = open_storage(str(tmp_path_factory.mktemp("level")))
     source = joined(shards)
-    return store, store.write_file(NodeName(1, 2), source.shards, source)
+    return store, write_node(store, NodeName(1, 2), source.shards, source)
 
 
 def test_it_is_one_safetensors_file_whose_tensors_say_their_rank(shards, written):
@@ -76,7 +77,7 @@ def test_it_is_one_safetensors_file_whose_tensors_say_their_rank(shards, written
 @pytest.mark.slow
 def test_each_shard_stands_in_it_byte_for_byte_on_a_page(shards, written):
     store, manifest = written
-    blocks = FileBlocks(store.place(inventory_of(store).entries[0]), Manifest.decode(manifest.encode(), "here"))
+    blocks = FileBlocks(FilePlace.of(store, inventory_of(store).entries[0]), Manifest.decode(manifest.encode(), "here"))
     for part in manifest.shards:
         image, size = shards[part.meta.rank]
         assert (part.size_bytes, part.offset % PAGE) == (size, 0)
@@ -90,10 +91,10 @@ def test_each_shard_stands_in_it_byte_for_byte_on_a_page(shards, written):
 
 
 def test_a_reader_finds_every_rank_and_its_tensors(shards, tmp_path):
-    store = open_store(str(tmp_path))
+    store = open_storage(str(tmp_path))
     both = joined(shards, (1, 2))
     parts = [dataclasses.replace(part, meta=_of_three(part.meta)) for part in both.shards]
-    store.write_file(NodeName(0, 2), parts, both)
+    write_node(store, NodeName(0, 2), parts, both)
     write_shard(store, _of_three(meta(5)), MemorySource(*shards[5]))
     catalogue = Catalogue(store)
 
@@ -141,24 +142,24 @@ def test_what_one_rank_dropped_is_nothing_of_the_node(shards, tmp_path):
         def finish(self) -> None:
             raise CaptureAborted("torn")
 
-    store = open_store(str(tmp_path))
+    store = open_storage(str(tmp_path))
     source = NodeSource([(meta(1), MemorySource(*shards[1])), (meta(2), Dropped(*shards[2]))])
     with pytest.raises(CaptureAborted, match="torn"):
-        store.write_file(NodeName(0, 2), source.shards, source)
+        write_node(store, NodeName(0, 2), source.shards, source)
 
     assert inventory_of(store).entries == ()
-    assert store.storage.list() == []
+    assert store.list() == []
 
 
 def test_a_file_of_other_ranks_is_never_written_over(shards, tmp_path):
-    store = open_store(str(tmp_path))
+    store = open_storage(str(tmp_path))
     theirs, ours = joined(shards, (2, 5)), joined(shards, (1, 2))
-    written = store.write_file(NodeName(0, 2), theirs.shards, theirs)
+    written = write_node(store, NodeName(0, 2), theirs.shards, theirs)
 
     with pytest.raises(LevelError, match=r"holds ranks \[2, 5\] of another writer"):
-        store.write_file(NodeName(0, 2), ours.shards, ours)
+        write_node(store, NodeName(0, 2), ours.shards, ours)
 
-    assert store.verify(store.place(inventory_of(store).entries[0])) == written
+    assert verify(FilePlace.of(store, inventory_of(store).entries[0])) == written
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,14 @@
 
 import pytest
 from support.catalogue import inventory_of
-from support.image import write_shard
+from support.image import write_node, write_shard
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START
 
 from lazysnap.errors import FormatError
-from lazysnap.levels import open_store
+from lazysnap.levels import open_storage
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
 from lazysnap.shard.checksum import BLOCK_BYTES
@@ -94,7 +95,7 @@ def check(store, rank, image):
 
 
 def test_of_each_tensor_its_rows_are_stored_and_the_manifest_says_which(tmp_path, image):
-    store, (layout, room) = open_store(str(tmp_path)), image
+    store, (layout, room) = open_storage(str(tmp_path)), image
     for rank in (0, 1):
         part = SharedPart(meta(rank), MemorySource(room, layout.size_bytes))
         write_shard(store, part.meta, part)
@@ -105,15 +106,15 @@ def test_of_each_tensor_its_rows_are_stored_and_the_manifest_says_which(tmp_path
 
 @pytest.mark.slow
 def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
-    near, shared, (layout, room) = open_store(str(tmp_path / "near")), open_store(str(tmp_path / "shared")), image
+    near, shared, (layout, room) = open_storage(str(tmp_path / "near")), open_storage(str(tmp_path / "shared")), image
     both = NodeSource([(meta(rank), MemorySource(room, layout.size_bytes)) for rank in (0, 1)])
-    manifest = near.write_file(NodeName(0, 1), both.shards, both)
+    manifest = write_node(near, NodeName(0, 1), both.shards, both)
 
-    blocks = FileBlocks(near.place(inventory_of(near).entries[0]), manifest)
+    blocks = FileBlocks(FilePlace.of(near, inventory_of(near).entries[0]), manifest)
     source = VerifiedSource(blocks)
     parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
     together = NodeSource([(part.meta, part) for part in parts])
-    shared.write_file(NodeName(0, 1), together.shards, together)
+    write_node(shared, NodeName(0, 1), together.shards, together)
     blocks.close()
 
     for rank in (0, 1):
@@ -121,9 +122,9 @@ def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
 
 
 def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
-    near, shared, (layout, room) = open_store(str(tmp_path / "near")), open_store(str(tmp_path / "shared")), image
+    near, shared, (layout, room) = open_storage(str(tmp_path / "near")), open_storage(str(tmp_path / "shared")), image
     manifest = write_shard(near, meta(), MemorySource(room, layout.size_bytes))
-    place = near.place(inventory_of(near).entries[0])
+    place = FilePlace.of(near, inventory_of(near).entries[0])
     with open(f"{near.url}/{place.file_path}", "r+b") as file:
         file.seek(4 * BLOCK_BYTES)
         file.write(b"flip")

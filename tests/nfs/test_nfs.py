@@ -11,7 +11,8 @@ from support.catalogue import inventory_of
 from support.names import directory_of
 from support.snapshots import read_image
 
-from lazysnap.levels import open_store
+from lazysnap.levels import open_storage
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
 from lazysnap.shard.names import NodeName
 
@@ -23,11 +24,11 @@ SHARD, MANIFEST = NodeName(0, 1).file, NodeName(0, 1).manifest
 
 def restorable(path: pathlib.Path) -> list[int]:
     """Steps at the server of which every block was read and verified; nothing there is half."""
-    store = open_store(str(path))
+    store = open_storage(str(path))
     found = inventory_of(store)
     assert found.problems == ()
     for entry in found.entries:
-        manifest = store.place(entry).read_manifest()
+        manifest = FilePlace.of(store, entry).read_manifest()
         out = map_anonymous(manifest.size_bytes)
         read_image(store, entry, out)
         assert out[-1] == entry.step

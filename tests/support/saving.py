@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.capture.plan import view_of
-from lazysnap.levels import open_store
+from lazysnap.levels import open_storage
 from lazysnap.levels.source import MemorySource, map_anonymous
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -73,7 +73,7 @@ def image_of(tensors: dict, aliases=None) -> tuple[Layout, memoryview]:
 
 def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None) -> Manifest:
     """One rank's shard. ``boxes``: by name the tensor, and ``(global shape, offsets, scope)`` or None."""
-    store = open_store(snapshot.url)
+    store = open_storage(snapshot.url)
     facts = {name: _facts(tensor, place) for name, (tensor, place) in boxes.items()}
     facts = {name: fields for name, fields in facts.items() if fields}
     meta = snapshot.meta(rank, tensors=facts, aliases=aliases or {}, state=state)
@@ -83,8 +83,8 @@ def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None) -> Ma
     image = room[: layout.size_bytes]
     checksums = Checksums.of(image, snapshot.block_bytes)
     manifest = lone_manifest(meta, len(layout.header), checksums, time.time_ns())
-    store.storage.put(f"{snapshot.directory}/{manifest.name.file}", bytes(image))
-    store.storage.put(f"{snapshot.directory}/{manifest.name.manifest}", manifest.encode())
+    store.put(f"{snapshot.directory}/{manifest.name.file}", bytes(image))
+    store.put(f"{snapshot.directory}/{manifest.name.manifest}", manifest.encode())
     return manifest
 
 
