@@ -125,10 +125,6 @@ class Storage(ABC):
         """Bytes of an object."""
 
     @abstractmethod
-    def age_s(self, path: str) -> float | None:
-        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place has no times."""
-
-    @abstractmethod
     def delete(self, path: str) -> None:
         """Remove an object, durably. A missing object is no error. Symbolic links are not followed."""
 
@@ -180,8 +176,12 @@ class Storage(ABC):
         return True
 
     def _is_older(self, path: str, seconds: float) -> bool:
-        age = self.age_s(path)
+        age = self._age_s(path)
         return age is not None and age >= seconds
+
+    def _age_s(self, path: str) -> float | None:
+        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place has no times."""
+        return None
 
     def abort_stale(self) -> Sequence[str]:
         """Abort uploads whose writers are dead and that no listing shows. Return their names."""

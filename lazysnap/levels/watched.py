@@ -87,20 +87,10 @@ class WatchedStorage(Storage):
         self._beat()
         return self._storage.size(path)
 
-    def age_s(self, path: str) -> float | None:
-        """See ``Storage.age_s``."""
-        self._beat()
-        return self._storage.age_s(path)
-
     def delete(self, path: str) -> None:
         """See ``Storage.delete``."""
         self._beat()
         self._storage.delete(path)
-
-    def exists(self, path: str) -> bool:
-        """See ``Storage.exists``."""
-        self._beat()
-        return self._storage.exists(path)
 
     def stamp(self, path: str) -> object:
         """See ``Storage.stamp``."""

@@ -33,7 +33,6 @@ OPERATIONS = {
     "read_into": lambda storage: partial(storage.reader(PATH).read_into, 0, map_anonymous(PAGE)),
     "size": lambda storage: partial(storage.size, PATH),
     "exists": lambda storage: partial(storage.exists, PATH),
-    "age_s": lambda storage: partial(storage.age_s, PATH),
     "stamp": lambda storage: partial(storage.stamp, PATH),
     "list": lambda storage: storage.list,
     "is_link": lambda storage: partial(storage.is_link, PATH),
@@ -71,7 +70,7 @@ def test_the_list_of_operations_is_complete():
     public = {name for name in vars(Storage) if not name.startswith("_")}
     data = {"url", "parallel_writes", "parallel_reads", "abandoned_after_s", "checks_writes"}
     assert public - data == OPERATIONS.keys() - {"write", "publish", "read_into"}
-    assert public - data <= vars(WatchedStorage).keys()
+    assert public - data - {"exists"} <= vars(WatchedStorage).keys()  # that one asks for the size
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
