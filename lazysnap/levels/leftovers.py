@@ -73,8 +73,7 @@ def leftovers(storage: Storage, is_ours: IsOurs | None) -> Iterator[Leftover]:
         elif is_directory_of_ours(name) and not storage.is_link(name):
             names = storage.list(name)
             yield from _in_directory(storage, name, names, is_ours)
-            if any(map(parse_keep_file_name, names)):
-                yield from map(Leftover, _lone_names(storage, name))
+            yield from _lone_names(storage, name, names)
 
 
 def _in_directory(storage: Storage, directory: str, names: Sequence[str], is_ours: IsOurs | None) -> Iterator[Leftover]:
@@ -101,17 +100,14 @@ def belongs_to_run(storage: Storage, path: str) -> bool:
         return False
 
 
-def _lone_names(storage: Storage, directory: str) -> list[str]:
-    """Return the paths of names in a directory whose snapshot was deleted: nothing else is in it by now."""
-    names = storage.list(directory)
+def _lone_names(storage: Storage, directory: str, names: Sequence[str]) -> Iterator[Leftover]:
+    """Yield the names (``keep-…``) in a directory whose snapshot was deleted: nothing else is in it."""
     if any(parse_keep_file_name(name) is None for name in names):
-        return []
-    paths = []
+        return
     for name in names:
         path = f"{directory}/{name}"
         if belongs_to_run(storage, path) and is_stale(storage, path):
-            paths.append(path)
-    return paths
+            yield Leftover(path)
 
 
 def is_empty_and_stale(storage: Storage, directory: str) -> bool:
