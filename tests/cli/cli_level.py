@@ -78,7 +78,7 @@ def put(
     parameters: dict[str, list[str]] | None = None,
 ) -> Entry:
     """Commit a snapshot of ``state``."""
-    store = open_storage(url)
+    storage = open_storage(url)
     walked = walk({"model": {"w": torch.full((1000,), float(step))}, "step": step} if state is None else state)
     first: dict[object, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -104,9 +104,9 @@ def put(
         packages={"lazysnap": "0.1.0", "torch": torch.__version__},
         parameters=parameters,
     )
-    (entry,) = entries_of(write_shard(store, meta, shard.source), store.url)
+    (entry,) = entries_of(write_shard(storage, meta, shard.source), storage.url)
     for name in names:
-        keep(store, entry.snapshot, name)
+        keep(storage, entry.snapshot, name)
     return entry
 
 

@@ -182,8 +182,8 @@ def test_what_stays_since_somebody_named_it_meanwhile_is_not_said_to_be_freed(fi
             return True
 
         def readline(self) -> str:
-            store = open_storage(five)
-            keep(store, inventory_of(store).entries[0].snapshot, "best")
+            storage = open_storage(five)
+            keep(storage, inventory_of(storage).entries[0].snapshot, "best")
             return "y"
 
     named = inventory_of(open_storage(five)).entries[0].step

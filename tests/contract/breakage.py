@@ -31,39 +31,39 @@ class Scenario:
     """Something that is done to a place that holds the snapshots 1 and 2, and what may be gone after it."""
 
     work: Work
-    prepare: Work = lambda store: None
+    prepare: Work = lambda storage: None
     may_go: frozenset[int] = frozenset()
 
 
-def _write(store: Storage) -> None:
-    Snapshot(3, elements=BLOCK).write(store)  # two blocks
+def _write(storage: Storage) -> None:
+    Snapshot(3, elements=BLOCK).write(storage)  # two blocks
 
 
-def _write_again(store: Storage) -> None:
-    Snapshot(2, elements=6000, start="2" * 16).write(store)
+def _write_again(storage: Storage) -> None:
+    Snapshot(2, elements=6000, start="2" * 16).write(storage)
 
 
-def _delete(store: Storage) -> None:
-    Snapshot(1).delete(store)
+def _delete(storage: Storage) -> None:
+    Snapshot(1).delete(storage)
 
 
-def _leave_rests(store: Storage) -> None:
+def _leave_rests(storage: Storage) -> None:
     for step in (2, 3):
-        write_object(store, f"{directory(step, start='9' * 16)}/{SHARD}", b"left by the dead")
+        write_object(storage, f"{directory(step, start='9' * 16)}/{SHARD}", b"left by the dead")
 
 
-def _sweep(store: Storage) -> None:
-    sweep(store)
+def _sweep(storage: Storage) -> None:
+    sweep(storage)
 
 
-def _read(store: Storage) -> None:
-    look(store)
+def _read(storage: Storage) -> None:
+    look(storage)
 
 
-def _name(store: Storage) -> None:
-    for entry in inventory_of(store).entries:
-        keep(store, entry.snapshot, f"name-{entry.step}")
-    release(store, RUN, "name-1")
+def _name(storage: Storage) -> None:
+    for entry in inventory_of(storage).entries:
+        keep(storage, entry.snapshot, f"name-{entry.step}")
+    release(storage, RUN, "name-1")
 
 
 SCENARIOS = {
@@ -95,9 +95,9 @@ def _concerns(fault: Fault, operation: str) -> bool:
     return not (isinstance(fault, Fail) and fault.after) or operation in CHANGES or fault.lasting
 
 
-def _needed(store: Storage) -> list[str]:
+def _needed(storage: Storage) -> list[str]:
     """The objects of all that is offered."""
-    inventory = inventory_of(store)
+    inventory = inventory_of(storage)
     directories = {entry.location for entry in inventory.entries}
     objects = {f"{name}/node-00000-of-00001.{kind}" for name in directories for kind in ("safetensors", "json")}
     names = {f"{entry.location}/keep-{given}" for entry in inventory.entries for given in entry.names}
@@ -119,11 +119,11 @@ class BreakageContract(Place):
         monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)
 
     def _prepared(self, make_storage: MakeStorage, name: str, scenario: Scenario) -> Storage:
-        store = make_storage(name)
+        storage = make_storage(name)
         for step in (1, 2):
-            Snapshot(step).write(store)
-        scenario.prepare(store)
-        return store
+            Snapshot(step).write(storage)
+        scenario.prepare(storage)
+        return storage
 
     def _chosen(self, operations: list[tuple[int, str]], salt: str) -> list[tuple[int, str]]:
         first = zlib.crc32(salt.encode()) % min(self.every, max(1, len(operations)))
@@ -133,32 +133,32 @@ class BreakageContract(Place):
         """What the scenario does when nothing fails: the same each time, so a dry run serves all faults."""
         key = (type(self), scenario)
         if key not in _DRY_RUNS:
-            store = self._prepared(make_storage, "dry", scenario)
+            storage = self._prepared(make_storage, "dry", scenario)
             plan = FaultPlan()
-            scenario.work(FaultyStorage(store, plan))
+            scenario.work(FaultyStorage(storage, plan))
             assert plan.operations
             _DRY_RUNS[key] = plan.operations
         return _DRY_RUNS[key]
 
     def _check(self, make_storage: MakeStorage, name: str, scenario: Scenario, *, is_silent: bool) -> None:
         """What must hold when the place is well again: for a restart, and for the run that goes on."""
-        store = make_storage(name)
-        findings = look(store)
+        storage = make_storage(name)
+        findings = look(storage)
         # What was whole before and need not go is whole, and there is a candidate.
         assert set(findings.steps()) >= {1, 2} - scenario.may_go, findings.problems
         assert findings.steps()
-        assert candidates([inventory_of(store)])
+        assert candidates([inventory_of(storage)])
         # Unless bytes were lost in silence there is nothing to complain of.
         assert is_silent or findings.problems == ()
 
         # The run goes on, and nothing stays that nobody needs.
-        newest = Snapshot(9).write(store)
-        for entry in inventory_of(store).entries:
-            assert entry == newest or delete_files([FilePlace.of(store, entry)]) != bool(entry.names)
-        assert 9 in look(store).steps()
-        sweep(store)
+        newest = Snapshot(9).write(storage)
+        for entry in inventory_of(storage).entries:
+            assert entry == newest or delete_files([FilePlace.of(storage, entry)]) != bool(entry.names)
+        assert 9 in look(storage).steps()
+        sweep(storage)
         if not is_silent:
-            assert everything(store) == _needed(store)
+            assert everything(storage) == _needed(storage)
 
     @pytest.mark.usefixtures("no_patience")
     @pytest.mark.parametrize("how", FAULTS)
@@ -170,11 +170,11 @@ class BreakageContract(Place):
         concerned = [(n, operation) for n, operation in operations if _concerns(FAULTS[how](n), operation)]
         for n, operation in self._chosen(concerned, f"{what} {how}"):
             fault = FAULTS[how](n)
-            store = self._prepared(make_storage, f"n{n}", scenario)
+            storage = self._prepared(make_storage, f"n{n}", scenario)
             plan = FaultPlan(fault)
             # It may fail, or not notice; what it raises is one of ours.
             with contextlib.suppress(LazySnapError, FileNotFoundError):
-                scenario.work(FaultyStorage(store, plan))
+                scenario.work(FaultyStorage(storage, plan))
             assert fault in plan.happened
             is_silent = isinstance(fault, Flip) or (isinstance(fault, Truncate) and fault.claims_success)
             try:
@@ -188,14 +188,14 @@ class BreakageContract(Place):
         """At every operation; and when it comes back, what was given up leaves nothing half behind."""
         scenario = SCENARIOS[what]
         for n, operation in self._chosen(list(enumerate(self._operations(make_storage, scenario), 1)), what):
-            store = self._prepared(make_storage, f"n{n}", scenario)
+            storage = self._prepared(make_storage, f"n{n}", scenario)
             plan, ended = FaultPlan(Hang(n)), threading.Event()
 
             def work(
-                beat: Beat, store: Storage = store, plan: FaultPlan = plan, ended: threading.Event = ended
+                beat: Beat, storage: Storage = storage, plan: FaultPlan = plan, ended: threading.Event = ended
             ) -> None:
                 try:
-                    scenario.work(WatchedStorage(FaultyStorage(store, plan), beat))
+                    scenario.work(WatchedStorage(FaultyStorage(storage, plan), beat))
                 finally:
                     ended.set()
 

@@ -29,10 +29,10 @@ def open_files(below):
 @pytest.mark.slow
 def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, monkeypatch):
     level = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=3)
-    store = open_storage(level.url)
-    entry = Snapshot(3).write(store)
+    storage = open_storage(level.url)
+    entry = Snapshot(3).write(storage)
     plan = FaultPlan(Hang(1, operation="read_into"))
-    slow = FaultyStorage(store, plan)
+    slow = FaultyStorage(storage, plan)
     monkeypatch.setattr(level_module, "open_storage", lambda *_, **__: slow)
 
     with contextlib.ExitStack() as stack:
@@ -53,11 +53,11 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
 def test_a_level_whose_directories_are_listed_one_by_one_may_take_longer_than_its_deadline(tmp_path, monkeypatch):
     """As long as each listing comes in time."""
     level = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=2)
-    store = open_storage(level.url)
+    storage = open_storage(level.url)
     for step in (1, 2, 3):
-        Snapshot(step).write(store)
+        Snapshot(step).write(storage)
     plan = FaultPlan(Act(1, operation="list", lasting=True, action=lambda: threading.Event().wait(0.7)))
-    slow = FaultyStorage(store, plan)
+    slow = FaultyStorage(storage, plan)
     monkeypatch.setattr(level_module, "open_storage", lambda *_, **__: slow)
 
     listing = Level(level, 1).begin_names(marked=False).result()

@@ -182,15 +182,15 @@ def rig(tmp_path):
 
 def bytes_at(path, name=NodeName(0, 1)):  # noqa: B008  frozen
     """The bytes of a committed file, read as a restart does."""
-    store = open_storage(str(path.parent))
-    verify(FilePlace(store, path.name, name))
+    storage = open_storage(str(path.parent))
+    verify(FilePlace(storage, path.name, name))
     return (path / name.file).read_bytes()
 
 
 def shard_at(path, rank, name):
     """The bytes of one shard of a file."""
-    store = open_storage(str(path.parent))
-    shard = verify(FilePlace(store, path.name, name)).of(rank)
+    storage = open_storage(str(path.parent))
+    shard = verify(FilePlace(storage, path.name, name)).of(rank)
     return (path / name.file).read_bytes()[shard.offset : shard.offset + shard.size_bytes]
 
 
@@ -900,8 +900,8 @@ def base_at(path):
 
 def whole_at(path):
     """The bytes of a committed file with its base."""
-    store = open_storage(str(path.parent))
-    place = FilePlace(store, path.name, NodeName(0, 1))
+    storage = open_storage(str(path.parent))
+    place = FilePlace(storage, path.name, NodeName(0, 1))
     manifest = verify(place)
     with contextlib.closing(FileBlocks(place, manifest)) as blocks:
         return bytes(VerifiedSource(blocks).view(0, manifest.size_bytes))

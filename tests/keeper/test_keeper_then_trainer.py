@@ -44,8 +44,8 @@ def test_a_trainer_that_dies_before_the_next_keeper_runs_has_left_it_everything(
         second = job.trainer(reserve=0)
         assert [entry[:3] for entry in second.inventory()] == [[1, "ab" * 8, True], [2, "ab" * 8, True]]
     else:
-        store = open_storage(job.level()["url"])
-        assert until(lambda: 2 in [entry.step for entry in inventory_of(store).entries])
+        storage = open_storage(job.level()["url"])
+        assert until(lambda: 2 in [entry.step for entry in inventory_of(storage).entries])
         assert until(job.is_gone)
 
 

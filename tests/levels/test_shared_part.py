@@ -72,9 +72,9 @@ def expected(image):
     return found
 
 
-def check(store, rank, image):
+def check(storage, rank, image):
     """What a level has of a rank is what it should have, verified."""
-    catalogue = Catalogue(store)
+    catalogue = Catalogue(storage)
     plan = catalogue.find("7")
     snapshot = open_snapshot(catalogue, plan, verify=True)
     shard = snapshot.shards[rank]
@@ -82,7 +82,7 @@ def check(store, rank, image):
     for spec in shard.layout.specs:
         stored = shard.stored(spec.name)
         out = bytearray(spec.nbytes)
-        path = f"{store.url}/{plan.sources[rank][0].location}/{plan.sources[rank][0].file}.safetensors"
+        path = f"{storage.url}/{plan.sources[rank][0].location}/{plan.sources[rank][0].file}.safetensors"
         with open(path, "rb") as file:
             file.seek(stored.offset)
             file.readinto(out)
@@ -95,13 +95,13 @@ def check(store, rank, image):
 
 
 def test_of_each_tensor_its_rows_are_stored_and_the_manifest_says_which(tmp_path, image):
-    store, (layout, room) = open_storage(str(tmp_path)), image
+    storage, (layout, room) = open_storage(str(tmp_path)), image
     for rank in (0, 1):
         part = SharedPart(meta(rank), MemorySource(room, layout.size_bytes))
-        write_shard(store, part.meta, part)
+        write_shard(storage, part.meta, part)
 
     for rank in (0, 1):
-        check(store, rank, image)
+        check(storage, rank, image)
 
 
 @pytest.mark.slow

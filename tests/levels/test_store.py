@@ -27,7 +27,7 @@ from lazysnap.snapshots.reader import open_snapshot, read
 
 
 @pytest.fixture(params=["disk", "memory"])
-def store(request, tmp_path):
+def storage(request, tmp_path):
     return open_storage(str(tmp_path / "run") if request.param == "disk" else f"memory://{tmp_path.name}/run")
 
 
@@ -41,17 +41,17 @@ def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
         return Image.view(image, offset, length)
 
     image.view = view
-    store = open_storage(str(tmp_path))
-    writer = threading.Thread(target=write_shard, args=(store, meta(7), image))
+    storage = open_storage(str(tmp_path))
+    writer = threading.Thread(target=write_shard, args=(storage, meta(7), image))
     writer.start()
     assert first_block_asked.wait(60)
     (temporary,) = files(tmp_path)
     assert ".tmp-" in temporary
-    assert inventory_of(store).entries == ()
+    assert inventory_of(storage).entries == ()
     rest.set()
     writer.join(30)
 
-    assert whole(store) == [7]
+    assert whole(storage) == [7]
 
 
 def test_a_place_that_cannot_be_written_is_named():
@@ -61,14 +61,14 @@ def test_a_place_that_cannot_be_written_is_named():
 
 def test_a_directory_that_is_removed_costs_one_snapshot_and_is_made_again(tmp_path):
     """Not at once: a program that removes it with all around it would find a part of it there again."""
-    store = open_storage(str(tmp_path / "run"))
-    write_shard(store, meta(1), Image(1))
+    storage = open_storage(str(tmp_path / "run"))
+    write_shard(storage, meta(1), Image(1))
     subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
     with pytest.raises(LevelError, match="No such file"):
-        write_shard(store, meta(2), Image(2))
-    write_shard(store, meta(3), Image(3))
+        write_shard(storage, meta(2), Image(2))
+    write_shard(storage, meta(3), Image(3))
 
-    assert whole(store) == [3]
+    assert whole(storage) == [3]
 
 
 def test_a_directory_that_is_removed_while_a_snapshot_is_written_is_made_again(tmp_path):
@@ -76,18 +76,18 @@ def test_a_directory_that_is_removed_while_a_snapshot_is_written_is_made_again(t
         def finish(self) -> None:
             subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
 
-    store = open_storage(str(tmp_path / "run"))
+    storage = open_storage(str(tmp_path / "run"))
     for step, image in ((1, Removes(1)), (2, Image(2))):
         with pytest.raises(LevelError):
-            write_shard(store, meta(step), image)
-    write_shard(store, meta(3), Image(3))
+            write_shard(storage, meta(step), image)
+    write_shard(storage, meta(3), Image(3))
 
-    assert whole(store) == [3]
+    assert whole(storage) == [3]
 
 
 def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
-    store = open_storage(str(tmp_path))
-    write_shard(store, meta(1), Image(1))
+    storage = open_storage(str(tmp_path))
+    write_shard(storage, meta(1), Image(1))
     for name in (
         "checkpoint-5/model.safetensors",
         f"{directory_of(9)}/node-00000-of-00001.safetensors",
@@ -98,41 +98,41 @@ def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
 
-    assert whole(store) == [1]
+    assert whole(storage) == [1]
 
 
-def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
+def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, storage):
     for step in (1, 2):
-        write_shard(store, meta(step), Image(step))
-        keep(store, inventory_of(store).entries[-1].snapshot, f"at-{step}")
-    directory = inventory_of(store).entries[0].location
-    for name in store.list(directory):
+        write_shard(storage, meta(step), Image(step))
+        keep(storage, inventory_of(storage).entries[-1].snapshot, f"at-{step}")
+    directory = inventory_of(storage).entries[0].location
+    for name in storage.list(directory):
         if not name.startswith("keep-"):
-            store.delete(f"{directory}/{name}")
+            storage.delete(f"{directory}/{name}")
 
-    assert sweep(store) == [f"{directory}/keep-at-1"]
-    assert store.list(directory) == []
-    assert [entry.names for entry in inventory_of(store).entries] == [("at-2",)]
+    assert sweep(storage) == [f"{directory}/keep-at-1"]
+    assert storage.list(directory) == []
+    assert [entry.names for entry in inventory_of(storage).entries] == [("at-2",)]
 
 
 def test_a_small_file_of_a_try_goes_a_day_later(tmp_path, request):
-    store, name = open_storage(str(tmp_path)), probe_name()
-    store.put(name, b"lazysnap")
-    store.put(f"{name}0", b"somebody else's")
+    storage, name = open_storage(str(tmp_path)), probe_name()
+    storage.put(name, b"lazysnap")
+    storage.put(f"{name}0", b"somebody else's")
 
-    assert sweep(store) == [], "it may go on"
+    assert sweep(storage) == [], "it may go on"
     request.getfixturevalue("a_day_later")
-    assert sweep(store) == [name]
-    assert store.list() == [f"{name}0"]
+    assert sweep(storage) == [name]
+    assert storage.list() == [f"{name}0"]
 
 
-def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(store):
+def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(storage):
     for step in (1, 2, 3):
-        write_shard(store, meta(step), Image(step))
-        keep(store, inventory_of(store).entries[-1].snapshot, "best")
+        write_shard(storage, meta(step), Image(step))
+        keep(storage, inventory_of(storage).entries[-1].snapshot, "best")
     moved = []
 
-    sweep(WatchedStorage(store, lambda: moved.append("sweep")))
+    sweep(WatchedStorage(storage, lambda: moved.append("sweep")))
     assert moved.count("sweep") >= 3
 
     def beat():
@@ -141,14 +141,14 @@ def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_
             raise CaptureAborted("nobody waits")
 
     with pytest.raises(CaptureAborted):
-        release(WatchedStorage(store, beat), None, "best")
-    assert {entry.names for entry in inventory_of(store).entries} == {("best",)}
-    assert len(release(store, None, "best")) == 3
+        release(WatchedStorage(storage, beat), None, "best")
+    assert {entry.names for entry in inventory_of(storage).entries} == {("best",)}
+    assert len(release(storage, None, "best")) == 3
 
 
 def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path, a_day_later):
-    store = open_storage(str(tmp_path))
-    write_shard(store, meta(1), Image(1))
+    storage = open_storage(str(tmp_path))
+    write_shard(storage, meta(1), Image(1))
     kept = files(tmp_path)
     directory = tmp_path / directory_of(2)
     directory.mkdir()
@@ -160,24 +160,24 @@ def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path, a_day
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / shard).write_bytes(b"not in a snapshot's directory")
 
-    gone = sweep(store, lambda name: name.node == 0)
+    gone = sweep(storage, lambda name: name.node == 0)
 
     assert len(gone) == 2
     assert len(files(tmp_path)) == len(kept) + 2
     assert not (tmp_path / directory_of(3)).exists()
-    assert whole(store) == [1]
+    assert whole(storage) == [1]
 
 
 def work(root):
-    store = open_storage(root)
+    storage = open_storage(root)
     with open(f"{root}.committed", "w", buffering=1) as committed:
         for step in range(1, 5):
-            write_shard(store, meta(step), Image(step))
+            write_shard(storage, meta(step), Image(step))
             committed.write(f"{step}\n")
-            for entry in inventory_of(store).entries:
+            for entry in inventory_of(storage).entries:
                 if entry.step <= step - 2:
-                    delete_files([FilePlace.of(store, entry)])
-        write_shard(store, meta(4), Image(4))
+                    delete_files([FilePlace.of(storage, entry)])
+        write_shard(storage, meta(4), Image(4))
 
 
 def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whole(tmp_path):
@@ -191,26 +191,26 @@ def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whol
     for point in points:
         root = tmp_path / point
         committed = [int(line) for line in (tmp_path / f"{point}.committed").read_text().split()]
-        store = open_storage(str(root))
+        storage = open_storage(str(root))
 
-        steps = whole(store)
+        steps = whole(storage)
 
         assert set(committed[-2:]) <= set(steps), f"{point}: {committed} were committed, {steps} are whole"
-        sweep(store)
-        assert [entry.step for entry in inventory_of(store).entries] == whole(store)
+        sweep(storage)
+        assert [entry.step for entry in inventory_of(storage).entries] == whole(storage)
         assert not [path for path in files(root) if ".tmp-" in path]
-        assert inventory_of(store).problems == ()
+        assert inventory_of(storage).problems == ()
 
 
 def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp_path):
     """On a file system an open file stays readable."""
-    store = open_storage(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     snapshot = Snapshot(1, elements=100_000)
-    entry = snapshot.write(store)
-    catalogue = Catalogue(store)
+    entry = snapshot.write(storage)
+    catalogue = Catalogue(storage)
     (plan,) = catalogue.plans()
     with contextlib.closing(open_snapshot(catalogue, plan)) as found:
-        assert snapshot.delete(store)
+        assert snapshot.delete(storage)
         [shard] = found.shards
         for _ in range(2):
             out = bytearray(len(snapshot.image))
@@ -221,4 +221,4 @@ def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp
             read({shard: [WantedBytes(0, len(out), put)]})
             assert out == snapshot.image
     with pytest.raises(FileNotFoundError):
-        FilePlace.of(store, entry).read_manifest()
+        FilePlace.of(storage, entry).read_manifest()

@@ -221,8 +221,8 @@ def test_what_all_have_in_memory_goes_to_storage_when_they_died(make_job, end_ke
     assert codes == [-9, -9], job.output()
     newest = max([promised(job, 2, 1), *whole(job, 2)])
     assert newest >= 4
-    store = open_storage(str(tmp_path / "level"))
-    until(lambda: any(plan.step >= newest for plan in candidates([inventory_of(store)])), job.output)
+    storage = open_storage(str(tmp_path / "level"))
+    until(lambda: any(plan.step >= newest for plan in candidates([inventory_of(storage)])), job.output)
     end_keepers(job)
 
     assert set(job.run("ddp", 2, look=True)) == {0}, job.output()

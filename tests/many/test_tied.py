@@ -11,13 +11,13 @@ NAMES = {"model.embed.weight", "model.head.weight"}
 
 def stored(job):
     """By rank: which of the tied names stand in the shard, and which are told to be another one."""
-    store = open_storage(job.levels[0]["url"])
-    entries = inventory_of(store).entries
+    storage = open_storage(job.levels[0]["url"])
+    entries = inventory_of(storage).entries
     newest = max(entry.step for entry in entries)
     found = {}
     for entry in (entry for entry in entries if entry.step == newest):
-        manifest = FilePlace.of(store, entry).read_manifest()
-        path = job.root / "level" / FilePlace.of(store, entry).file_path
+        manifest = FilePlace.of(storage, entry).read_manifest()
+        path = job.root / "level" / FilePlace.of(storage, entry).file_path
         shard = manifest.of(entry.rank)
         layout = shard.layout(path.read_bytes()[shard.offset :], str(path))
         names = {spec.name for spec in layout.specs}

@@ -24,13 +24,13 @@ SHARD, MANIFEST = NodeName(0, 1).file, NodeName(0, 1).manifest
 
 def restorable(path: pathlib.Path) -> list[int]:
     """Steps at the server of which every block was read and verified; nothing there is half."""
-    store = open_storage(str(path))
-    found = inventory_of(store)
+    storage = open_storage(str(path))
+    found = inventory_of(storage)
     assert found.problems == ()
     for entry in found.entries:
-        manifest = FilePlace.of(store, entry).read_manifest()
+        manifest = FilePlace.of(storage, entry).read_manifest()
         out = map_anonymous(manifest.size_bytes)
-        read_image(store, entry, out)
+        read_image(storage, entry, out)
         assert out[-1] == entry.step
     return sorted(entry.step for entry in found.entries)
 

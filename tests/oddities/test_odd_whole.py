@@ -79,11 +79,11 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
             if level == "memory":  # which stays as it was; its keeper stores it
                 until(lambda: any(place.rglob("*.json")), timeout_s=TIMEOUT_S)
                 os.kill(keeper_of(JobIdentity.from_config(config)), signal.SIGKILL)
-        store = open_storage(str(place))
-        [entry] = inventory_of(store).entries
-        flip(place / FilePlace.of(store, entry).file_path, LARGE)
+        storage = open_storage(str(place))
+        [entry] = inventory_of(storage).entries
+        flip(place / FilePlace.of(storage, entry).file_path, LARGE)
         # All blocks before it are as they should be.
         with pytest.raises(FormatError, match=rf"block {4 * GIB // BLOCK_BYTES} \(bytes {4 * GIB} to"):
-            verify(FilePlace.of(store, entry))
+            verify(FilePlace.of(storage, entry))
     finally:
         shutil.rmtree(place, ignore_errors=True)
