@@ -24,8 +24,8 @@ class Entry:
     step: int
     rank: int
     world_size: int
-    location: str
-    """Name of the directory in the level, or index of the slot."""
+    location: str = ""
+    """Where memory or parity has it, in their own words; empty at a level, where ``snapshot`` names the directory."""
     node: str | None = None
     """The node that can read it; ``None``: all nodes."""
     names: tuple[str, ...] = ()

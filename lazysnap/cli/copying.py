@@ -127,7 +127,7 @@ def _copy(catalogue: Catalogue, target: Storage, plan: RestartPlan, output: Outp
             for entry, manifest in snapshot.files:
                 copied.size_bytes += _copy_file(catalogue.storage, target, entry, manifest, advance)
         for entry, _ in snapshot.shards:
-            present = target.list(entry.location)
+            present = target.list(entry.snapshot.directory)
             for name in entry.names:
                 if keep_file_name(name) not in present:
                     keep(target, entry.snapshot, name)
@@ -162,7 +162,7 @@ def _copy_file(
         try:
             read_node_file(place, written, progress=advance)
         except (FormatError, FileNotFoundError) as error:
-            raise LevelError(f"{target.url}/{entry.location}: reads back other bytes than were written") from error
+            raise LevelError(f"{place.where}: reads back other bytes than were written") from error
     return moved
 
 

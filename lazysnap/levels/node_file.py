@@ -40,7 +40,7 @@ class FilePlace:
         """Return the place of the file that holds a shard, which is at a level."""
         name = NodeName.parse(entry.file)
         assert name is not None, f"{entry} is in memory"
-        return cls(storage, entry.location, name)
+        return cls(storage, entry.snapshot.directory, name)
 
     @property
     def file_path(self) -> str:
@@ -143,7 +143,7 @@ def entries_of(manifest: Manifest, level: str) -> list[Entry]:
     for shard in manifest.shards:
         meta = shard.meta
         capture = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
-        entries.append(Entry(level, *capture, meta.name.directory, file=manifest.name.text))
+        entries.append(Entry(level, *capture, file=manifest.name.text))
     return entries
 
 

@@ -98,10 +98,10 @@ def pack_files(inventory: Inventory, directories: Sequence[Directory]) -> list[A
         inventory: what it found.
         directories: those that all ranks together read.
     """
-    numbers = {directory.name: number for number, directory in enumerate(directories)}
+    numbers = {directory.snapshot: number for number, directory in enumerate(directories)}
     ranks: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for entry in inventory.entries:
-        ranks[numbers[entry.location], entry.file, entry.world_size].append(entry.rank)
+        ranks[numbers[entry.snapshot], entry.file, entry.world_size].append(entry.rank)
     # Mostly, the file of a node holds the same ranks in all directories.
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for (number, file, world_size), of_file in ranks.items():
@@ -133,6 +133,5 @@ def unpack_files(
             name = directory.snapshot
             for rank in numbers_in(ranges):
                 shard = (name.run_id, name.start, name.step, rank, world_size)
-                location = directory.name
-                entries.append(Entry(url, *shard, location, label, directory.names, file, distance))
+                entries.append(Entry(url, *shard, node=label, names=directory.names, file=file, distance=distance))
     return Inventory(url, tuple(entries), tuple(problems))

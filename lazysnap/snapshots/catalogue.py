@@ -87,7 +87,7 @@ class StoredSnapshot:
     @property
     def location(self) -> str:
         """Its directory: the name holds run, step and start."""
-        return self.shards[0][0].location
+        return self.shards[0][0].snapshot.directory
 
     @property
     def names(self) -> list[str]:
@@ -105,9 +105,9 @@ class StoredSnapshot:
     @property
     def files(self) -> list[Shard]:
         """Its files, each with one of the shards in it."""
-        files: dict[tuple[str, str], Shard] = {}
+        files: dict[str, Shard] = {}
         for entry, manifest in self.shards:
-            files[entry.location, entry.file] = (entry, manifest)
+            files[entry.file] = (entry, manifest)
         return list(files.values())
 
     @property
@@ -314,9 +314,9 @@ class Catalogue:
         complete_names = set()
         for key, entries in snapshots(manifests).items():
             shards = []
-            for entry in sorted(entries, key=attrgetter("rank", "location")):
+            for entry in sorted(entries, key=attrgetter("rank", "file")):
                 shards.append((entry, manifests[entry]))
-                committed_names.add(entry.location)
+                committed_names.add(entry.snapshot.directory)
             snapshot = StoredSnapshot(key, tuple(shards), is_complete(entries))
             stored.append(snapshot)
             if snapshot.is_complete:

@@ -98,9 +98,9 @@ def _concerns(fault: Fault, operation: str) -> bool:
 def _needed(storage: Storage) -> list[str]:
     """The objects of all that is offered."""
     inventory = inventory_of(storage)
-    directories = {entry.location for entry in inventory.entries}
+    directories = {entry.snapshot.directory for entry in inventory.entries}
     objects = {f"{name}/node-00000-of-00001.{kind}" for name in directories for kind in ("safetensors", "json")}
-    names = {f"{entry.location}/keep-{given}" for entry in inventory.entries for given in entry.names}
+    names = {f"{entry.snapshot.directory}/keep-{given}" for entry in inventory.entries for given in entry.names}
     return sorted(objects | names)
 
 

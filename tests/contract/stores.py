@@ -134,7 +134,7 @@ class StoreContract(Place):
         errors = at_once(*[Snapshot(5, rank=rank, world_size=4).write_later(make_storage()) for rank in range(4)])
         assert errors == [None] * 4
         (plan,) = candidates([inventory_of(make_storage())])
-        assert len({entry.location for (entry,) in plan.sources}) == 1
+        assert len({entry.snapshot.directory for (entry,) in plan.sources}) == 1
 
     def test_one_store_writes_several_steps_at_once(self, storage: Storage) -> None:
         """It is thread-safe for different steps."""
@@ -251,10 +251,10 @@ class StoreContract(Place):
         assert look(storage).steps() == [1]
         assert [plan.step for plan in candidates([inventory_of(make_storage())], SnapshotFilter(name="first"))] == [1]
 
-        assert release(make_storage(), RUN, "first") == [entry.location]
+        assert release(make_storage(), RUN, "first") == [entry.snapshot.directory]
         assert not Snapshot(1).delete(storage)
         assert look(storage).steps() == [1]
-        assert release(make_storage(), None, "before-anneal_v1.2") == [entry.location]
+        assert release(make_storage(), None, "before-anneal_v1.2") == [entry.snapshot.directory]
         assert Snapshot(1).delete(storage)
         assert everything(storage) == []
 

@@ -158,9 +158,7 @@ def test_files_of_a_level_are_told_without_loss(label):
     entries = []
     for rank in (0, 1, 2, 5):
         of_file = NodeName(1, 2).text
-        entry = Entry(
-            URL, RUN, START, 4, rank, 8, directories[1].name, label, names=("best",), file=of_file, distance=2
-        )
+        entry = Entry(URL, RUN, START, 4, rank, 8, node=label, names=("best",), file=of_file, distance=2)
         entries.append(entry)
     inventory = Inventory(URL, tuple(entries), ("damaged",))
 
@@ -249,6 +247,6 @@ def share_of(site, place):
         name = SnapshotName.parse(directory.name)
         for file in directory.nodes((place.rank, WORLD_SIZE)):
             for rank in range(file.node * RANKS_PER_NODE, (file.node + 1) * RANKS_PER_NODE):
-                entry = Entry(PATH, RUN, START, name.step, rank, WORLD_SIZE, directory.name, file=file.text, distance=2)
+                entry = Entry(PATH, RUN, START, name.step, rank, WORLD_SIZE, file=file.text, distance=2)
                 entries.append(entry)
     return Inventory(PATH, tuple(entries))

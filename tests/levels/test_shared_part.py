@@ -82,7 +82,7 @@ def check(storage, rank, image):
     for spec in shard.layout.specs:
         stored = shard.stored(spec.name)
         out = bytearray(spec.nbytes)
-        path = f"{storage.url}/{plan.sources[rank][0].location}/{plan.sources[rank][0].file}.safetensors"
+        path = f"{storage.url}/{plan.sources[rank][0].snapshot.directory}/{plan.sources[rank][0].file}.safetensors"
         with open(path, "rb") as file:
             file.seek(stored.offset)
             file.readinto(out)

@@ -105,7 +105,7 @@ def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, storage):
     for step in (1, 2):
         write_shard(storage, meta(step), Image(step))
         keep(storage, inventory_of(storage).entries[-1].snapshot, f"at-{step}")
-    directory = inventory_of(storage).entries[0].location
+    directory = inventory_of(storage).entries[0].snapshot.directory
     for name in storage.list(directory):
         if not name.startswith("keep-"):
             storage.delete(f"{directory}/{name}")

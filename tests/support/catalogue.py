@@ -19,4 +19,4 @@ def newest_directory(place: str | os.PathLike[str]) -> str | None:
     plan = next(Catalogue(storage).plans(), None)
     if plan is None:
         return None
-    return f"{storage.url}/{plan.sources[0][0].location}"
+    return f"{storage.url}/{plan.sources[0][0].snapshot.directory}"

@@ -123,7 +123,7 @@ def read_whole(store: Storage, entry: Entry, progress: Progress = no_progress) -
     meta = manifest.meta
     was = Snapshot(meta.step, meta.run_id, meta.state["elements"], meta.rank, meta.world_size, meta.start)
     assert (meta.step, meta.run_id, meta.rank) == (entry.step, entry.run_id, entry.rank)
-    assert out == was.image, f"{entry.location} was read without complaint, and is not what was written"
+    assert out == was.image, f"{entry.snapshot.directory} was read without complaint, and is not what was written"
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def look(store: Storage) -> Findings:
         try:
             read_whole(store, entry)
         except (FormatError, FileNotFoundError, LevelError) as error:
-            problems.append(f"{entry.location}: {error}")
+            problems.append(f"{entry.snapshot.directory}: {error}")
         else:
             whole.append(entry)
     return Findings(tuple(whole), tuple(problems))
