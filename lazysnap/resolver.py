@@ -24,8 +24,9 @@ class Entry:
     step: int
     rank: int
     world_size: int
-    location: str = ""
-    """Where memory or parity has it, in their own words; empty at a level, where ``snapshot`` names the directory."""
+    location: tuple[int, ...] = ()
+    """In memory the local rank and the number of the capture; of parity the number of the lost part. Empty at a level:
+    there the directory has the name of the ``snapshot``."""
     node: str | None = None
     """The node that can read it; ``None``: all nodes."""
     names: tuple[str, ...] = ()

@@ -37,7 +37,7 @@ def lost_parts(
 ) -> tuple[list[LostPart], list[Entry], list[str]]:
     """Return the parts that can be computed, lost or not, an entry for each of their shards, and problems.
 
-    The ``location`` of an entry begins with the number of its part. A problem says why a lost part cannot be computed.
+    The ``location`` of an entry is the number of its part. A problem says why a lost part cannot be computed.
     The same on all ranks.
 
     Args:
@@ -71,9 +71,8 @@ def lost_parts(
                 LostPart(first.start, first.step, first.most_lost, pieces, position, other_nodes, parity_nodes)
             )
             for rank in member.ranks:
-                location = f"{number}/{rank}"
                 capture = (first.run_id, first.start, first.step, rank, first.world_size)
-                shards.append(Entry(PARITY, *capture, location, distance=_DISTANCE))
+                shards.append(Entry(PARITY, *capture, (number,), distance=_DISTANCE))
     return parts, shards, problems
 
 

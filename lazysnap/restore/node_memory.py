@@ -99,7 +99,7 @@ class NodeMemory:
                 capture.step,
                 capture.rank,
                 capture.world_size,
-                f"{number}/{capture.sequence}",
+                (number, capture.sequence),
                 node=self.node,
                 is_repeatable=is_repeatable,
             )
@@ -124,7 +124,7 @@ class NodeMemory:
 
         Raises: FormatError, if its slot holds another one by now.
         """
-        number, sequence = map(int, entry.location.split("/"))
+        number, sequence = entry.location
         for capture in self._inventory(number).entries:
             view = capture.slot.view()
             if capture.sequence == sequence == view.sequence and view.is_whole:

@@ -7,7 +7,6 @@ sender, names of directories, URLs.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
@@ -42,9 +41,9 @@ def pack_memory(inventories: Iterable[Inventory]) -> list[Any]:
     captures: dict[tuple[str, str, int, int, int], list[tuple[int, int, bool | None]]] = defaultdict(list)
     for inventory in inventories:
         for entry in inventory.entries:
-            local_rank, sequence = entry.location.split("/")
-            key = (entry.run_id, entry.start, entry.world_size, entry.rank, int(local_rank))
-            captures[key].append((entry.step, int(sequence), entry.is_repeatable))
+            local_rank, sequence = entry.location
+            key = (entry.run_id, entry.start, entry.world_size, entry.rank, local_rank)
+            captures[key].append((entry.step, sequence, entry.is_repeatable))
     return [[*key, steps] for key, steps in captures.items()]
 
 
@@ -53,9 +52,8 @@ def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
     entries = []
     for run_id, start, world_size, rank, local_rank, steps in packed:
         for step, sequence, is_repeatable in steps:
-            location = f"{local_rank}/{sequence}"
-            entry = Entry(MEMORY, run_id, start, step, rank, world_size, location, node=node)
-            entries.append(replace(entry, is_repeatable=is_repeatable))
+            capture = (run_id, start, step, rank, world_size, (local_rank, sequence))
+            entries.append(Entry(MEMORY, *capture, node=node, is_repeatable=is_repeatable))
     return Inventory(f"{MEMORY} of {node}", tuple(entries))
 
 

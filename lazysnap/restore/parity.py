@@ -35,7 +35,8 @@ class Parity:
 
     def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``. Computes the shard's metadata and header."""
-        lost = self.lost[int(entry.location.split("/")[0])]
+        (number,) = entry.location
+        lost = self.lost[number]
         part = PartOf(lost.start, lost.step, lost.most_lost)
         parts = {}
         for position, node in lost.parts.items():

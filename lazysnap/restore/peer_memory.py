@@ -128,9 +128,9 @@ class PeerMemory:
     def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``."""
         assert entry.node is not None
-        local_rank, sequence = entry.location.split("/")
-        meta = SlotOf(int(local_rank), int(sequence), "meta")
-        image = SlotOf(int(local_rank), int(sequence), "image")
+        local_rank, sequence = entry.location
+        meta = SlotOf(local_rank, sequence, "meta")
+        image = SlotOf(local_rank, sequence, "image")
         file = self._connections.file(entry.node, meta)
         text = bytes(file.read(0, file.size_bytes))
         blocks = PeerBlocks(self._connections.file(entry.node, image), where)

@@ -17,7 +17,7 @@ SIZES = [1000, 900, 800, 1100]
 
 
 def entry(rank, node, step=7, start=START):
-    return Entry("memory", RUN, start, step, rank, 8, f"{rank % 2}/{step}", node=node)
+    return Entry("memory", RUN, start, step, rank, 8, (rank % 2, step), node=node)
 
 
 def parity(position, *, step=7, start=START, lost=2):

@@ -127,8 +127,8 @@ def test_ranges_hold_the_numbers_that_they_are_of(numbers):
 
 
 def test_memory_is_told_without_loss():
-    entries = [Entry("memory", RUN, START, step, 5, 8, f"1/{step + 100}", node="b") for step in (7, 8)]
-    entries.append(Entry("memory", "cd" * 8, START, 7, 9, 16, "12/3", node="b"))
+    entries = [Entry("memory", RUN, START, step, 5, 8, (1, step + 100), node="b") for step in (7, 8)]
+    entries.append(Entry("memory", "cd" * 8, START, 7, 9, 16, (12, 3), node="b"))
     entries = [replace(entry, is_repeatable=known) for entry, known in zip(entries, (True, False, None), strict=True)]
 
     packed = through_json(pack_memory([Inventory("x", tuple(entries[:2])), Inventory("y", tuple(entries[2:]))]))
@@ -223,7 +223,7 @@ def test_a_restart_of_4096_ranks_sends_each_of_them_a_megabyte_at_most():
 def memory_of(place):
     steps = (999_998, 999_999, 1_000_000)
     entries = [
-        Entry("memory", RUN, START, step, place.rank, WORLD_SIZE, f"{place.local_rank}/{step}", node=place.node)
+        Entry("memory", RUN, START, step, place.rank, WORLD_SIZE, (place.local_rank, step), node=place.node)
         for step in steps
     ]
     return Inventory("memory", tuple(entries))
