@@ -4,7 +4,7 @@ import pytest
 
 import lazysnap
 from lazysnap.errors import ConfigError
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import ANY, SnapshotFilter, SnapshotKey
 from lazysnap.runs import Choice, means_snapshot
 from lazysnap.snapshots.catalogue import Catalogue

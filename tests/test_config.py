@@ -14,7 +14,7 @@ from lazysnap import (
 )
 from lazysnap.config import redundancy_for, too_few_nodes
 from lazysnap.errors import ConfigError
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 BAD_LEVELS = [
     ({"url": ""}, "url"),

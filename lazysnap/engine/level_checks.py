@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from lazysnap.config import PersistentLevel, is_path
-from lazysnap.levels import open_storage
 from lazysnap.levels.storage import Storage, probe_name
+from lazysnap.levels.store import open_storage
 from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.levels.watched import WatchedStorage
 from lazysnap.ranks.world import World

@@ -11,7 +11,7 @@ from lazysnap.config import checked_url
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import Named, filled, named_in
 from lazysnap.exports.target import ACCELERATE, FORMATS, format_of, parents_made, replaced_when_whole
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import RestartPlan
 from lazysnap.runs import LATEST
 from lazysnap.snapshots.assembly import WholeSnapshot

@@ -11,7 +11,7 @@ from lazysnap.config import checked_url
 from lazysnap.errors import FormatError, SnapshotNotFound, StateError
 from lazysnap.exports.states import read_state
 from lazysnap.exports.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import EXTRAS, TAG
 from lazysnap.snapshots.assembly import WholeSnapshot

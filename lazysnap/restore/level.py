@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
-from lazysnap.levels import open_storage
 from lazysnap.levels.blocks import FileBlocks
 from lazysnap.levels.listing import Listing, list_names
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import open_storage
 from lazysnap.levels.watchdog import Beat, Watchdog
 from lazysnap.levels.watched import WatchedStorage
 from lazysnap.resolver import Entry, Inventory

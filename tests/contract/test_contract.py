@@ -12,9 +12,9 @@ import seaweed
 from support.place import Place
 
 from contract import BreakageContract, StorageContract, StoreContract
-from lazysnap.levels import open_storage
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.store import open_storage
 from lazysnap.levels.watched import WatchedStorage
 
 

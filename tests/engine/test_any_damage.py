@@ -10,7 +10,7 @@ from small_training import TIMEOUT_S, Starter, fetch_stored
 from support.catalogue import inventory_of
 
 from lazysnap.errors import LazySnapError
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 STEPS = (1, 2, 3)
 FLIPS = 10

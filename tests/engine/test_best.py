@@ -9,7 +9,7 @@ from support.waiting import until
 
 import lazysnap
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import BestName, best_first
 from lazysnap.shard.names import is_keep_name
 

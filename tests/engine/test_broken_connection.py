@@ -9,7 +9,7 @@ from small_training import TIMEOUT_S
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.slot_choice import SlotPhase
 
 pytestmark = pytest.mark.slow

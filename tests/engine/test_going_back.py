@@ -4,8 +4,8 @@ import pytest
 from small_training import TIMEOUT_S
 
 from lazysnap.errors import LevelError
-from lazysnap.levels import open_storage
 from lazysnap.levels.listing import list_names
+from lazysnap.levels.store import open_storage
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from support.snapshots import Snapshot
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.restore import level as level_module
 from lazysnap.restore.level import Level
 from lazysnap.restore.sources import Failure, Sources

@@ -10,7 +10,7 @@ from support.waiting import until
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.engine import report
 from lazysnap.engine.statistics import Statistics
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.restore.snapshot import Absence, Snapshot
 
 CONFIG = SnapshotConfig(levels=(PersistentLevel("/a"),), memory=MemoryLevel(linger_s=1800), drain_timeout_s=60)

@@ -14,7 +14,7 @@ from support.watching import Watch
 from lazysnap import ResumableLoader
 from lazysnap.engine.rollback import first_not_finite
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 from lazysnap.state.objects import ObjectState
 

@@ -18,7 +18,7 @@ from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel
 from lazysnap.errors import ConfigError
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 
 def warnings(caplog, text):

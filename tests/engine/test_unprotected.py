@@ -23,7 +23,7 @@ from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.slot_maker import refusal_text
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.budget import MemoryBoundExceeded
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 
 def stored(directory):

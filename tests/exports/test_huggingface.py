@@ -15,7 +15,7 @@ from lazysnap.cli import main
 from lazysnap.exports import huggingface
 from lazysnap.exports.exporting import write
 from lazysnap.exports.job import ExportJob
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.snapshots.catalogue import Catalogue
 
 pytestmark = [

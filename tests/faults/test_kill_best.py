@@ -17,7 +17,7 @@ from best_trainer import COUNT, VALUES, names_at
 from one_process import HERE, Job
 from support.waiting import until
 
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import BestName, best_names
 from lazysnap.snapshots.catalogue import Catalogue
 

@@ -8,8 +8,8 @@ import pytest
 from support.damage import flip
 from support.image import write_shard
 
-from lazysnap.levels import open_storage
 from lazysnap.levels.source import MemorySource, map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 

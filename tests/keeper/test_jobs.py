@@ -32,9 +32,9 @@ from lazysnap.core.messages import JobSettings, LevelSettings, NamedStep, StepKe
 from lazysnap.errors import FormatError
 from lazysnap.keeper.jobs import JobControl, run_level_job
 from lazysnap.keeper.level_files import LevelFiles
-from lazysnap.levels import open_storage
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource, verify
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.slots import TrainerSlot, make_slot
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec

@@ -8,7 +8,7 @@ import pytest
 from keeper_jobs import until
 from support.catalogue import inventory_of
 
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 DEADLINE_S = 60
 

@@ -18,7 +18,7 @@ from lazysnap.core.messages import PROTOCOL
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import Question
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 
 def steps_at(url):

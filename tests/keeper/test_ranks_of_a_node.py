@@ -12,7 +12,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap.keeper.node_part import read_index
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.peers.messages import PartOf, SlotOf
 from lazysnap.peers.reader import PeerReader
 from lazysnap.peers.secret import draw_secret

@@ -10,7 +10,7 @@ from support.keepers import stopped
 from support.waiting import until
 
 from lazysnap.cli import main
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 
 def stop(capsys, job, *more):

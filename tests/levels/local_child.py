@@ -12,8 +12,8 @@ from snapshots import Image, meta
 from support.image import write_shard
 
 from lazysnap.errors import LevelError
-from lazysnap.levels import open_storage
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.store import open_storage
 
 NAME = "step-00000001/shard"
 

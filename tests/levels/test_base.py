@@ -16,13 +16,13 @@ from support.listing import files_below
 from support.place import PAGE, pattern
 
 from lazysnap.errors import FormatError
-from lazysnap.levels import open_storage
 from lazysnap.levels.base import BlockPlaces
 from lazysnap.levels.blocks import Buffers, FileBlocks, VerifiedSource, WantedBytes, fill, verify
 from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous, shard_of
 from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import BLOCK_BYTES
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest

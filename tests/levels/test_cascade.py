@@ -15,7 +15,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 
 @pytest.fixture

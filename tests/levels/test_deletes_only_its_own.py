@@ -15,12 +15,11 @@ from support.names import directory_of
 
 from lazysnap.cli import main
 from lazysnap.errors import ConfigError, LevelError
-from lazysnap.levels import open_storage
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import keep, release
+from lazysnap.levels.store import keep, open_storage, release
 
 SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
 
@@ -210,7 +209,7 @@ sys.path.insert(0, sys.argv[2])
 import snapshots as t
 from support.image import write_shard
 from support.names import directory_of
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 write_shard(open_storage(sys.argv[1]), t.meta(9), t.Image(9))
 """
 

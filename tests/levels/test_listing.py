@@ -10,9 +10,8 @@ from support.catalogue import inventory_of
 from support.image import write_shard
 from support.names import START, directory_of
 
-from lazysnap.levels import open_storage
 from lazysnap.levels.listing import Directory, Listing, list_names
-from lazysnap.levels.store import keep
+from lazysnap.levels.store import keep, open_storage
 from lazysnap.shard.names import NodeName
 from lazysnap.snapshots.catalogue import Catalogue
 

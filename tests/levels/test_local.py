@@ -17,9 +17,9 @@ from support.catalogue import inventory_of
 from support.image import write_shard
 
 from lazysnap.errors import LevelError
-from lazysnap.levels import open_storage
 from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.store import open_storage
 
 HERE = pathlib.Path(__file__).parent
 SHARD = "step-00000001/shard"

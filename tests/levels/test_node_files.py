@@ -9,10 +9,10 @@ from support.place import PAGE, pattern
 from support.snapshots import RUN, START, lone_manifest
 
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels import open_storage
 from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill, verify
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec

@@ -32,9 +32,10 @@ from support.names import directory_of
 from support.place import read_range
 
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels import fsspec_storage, open_storage, s3
+from lazysnap.levels import fsspec_storage, s3
 from lazysnap.levels.fsspec_storage import MAX_PARTS, part_bytes
 from lazysnap.levels.s3 import S3Storage
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES
 
@@ -343,7 +344,7 @@ def test_without_the_library_it_says_what_to_install():
     code = """
 import sys
 sys.modules["obstore"] = None
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 open_storage("s3://bucket/run")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -7,11 +7,11 @@ from support.place import PAGE, pattern
 from support.snapshots import RUN, START
 
 from lazysnap.errors import FormatError
-from lazysnap.levels import open_storage
 from lazysnap.levels.blocks import FileBlocks, VerifiedSource
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import BLOCK_BYTES
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta

@@ -14,12 +14,11 @@ from support.names import directory_of
 from support.snapshots import Snapshot
 
 from lazysnap.errors import LevelError
-from lazysnap.levels import open_storage
 from lazysnap.levels.blocks import WantedBytes
 from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.storage import probe_name
-from lazysnap.levels.store import keep, release
+from lazysnap.levels.store import keep, open_storage, release
 from lazysnap.levels.watched import WatchedStorage
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.snapshots.catalogue import Catalogue

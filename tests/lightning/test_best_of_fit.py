@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import lazysnap
 from lazysnap import KeepBest, LazySnapshotCallback, PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import best_names
 
 

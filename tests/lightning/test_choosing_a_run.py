@@ -7,7 +7,7 @@ from test_callback import DieAt, Plain, finish, fit, loaders, make_trainer, rais
 
 from lazysnap import LazySnapshotCallback
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 

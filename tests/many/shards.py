@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from support.catalogue import inventory_of
 
-from lazysnap.levels import open_storage
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 
 
 class Piece(NamedTuple):

@@ -12,8 +12,8 @@ from support.damage import flip, flip_memory
 from support.listing import files_below
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.levels import open_storage
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 
 LOOK = {"look": True, "collective_timeout_s": 20.0}
 

@@ -2,7 +2,7 @@
 
 from support.catalogue import inventory_of
 
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import best_names
 
 

@@ -8,7 +8,7 @@ from rank_keepers import kill_keepers
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 DRY = 24

@@ -6,7 +6,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import events
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 KEEP_LAST = 2

@@ -17,7 +17,7 @@ from rank_keepers import keepers, kill_keepers
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 STEPS = 100

@@ -3,8 +3,8 @@
 import pytest
 from support.catalogue import inventory_of
 
-from lazysnap.levels import open_storage
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 
 NAMES = {"model.embed.weight", "model.head.weight"}
 

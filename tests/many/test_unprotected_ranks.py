@@ -8,7 +8,7 @@ import pytest
 from rank_keepers import keeper_of
 from support.catalogue import inventory_of
 
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 
 NO_MEMORY = {"max_bytes": 1 << 16, "spill_dir": ""}
 

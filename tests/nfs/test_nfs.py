@@ -11,9 +11,9 @@ from support.catalogue import inventory_of
 from support.names import directory_of
 from support.snapshots import read_image
 
-from lazysnap.levels import open_storage
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.names import NodeName
 
 TWO_BLOCKS = 17 << 20

@@ -11,7 +11,7 @@ from support.catalogue import inventory_of
 from support.nodes import Cluster, Command, Node
 from support.waiting import until
 
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 SCRIPT = str(pathlib.Path(__file__).with_name("train.py"))

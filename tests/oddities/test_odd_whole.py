@@ -19,9 +19,9 @@ from support.waiting import until
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import FormatError
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.levels import open_storage
 from lazysnap.levels.blocks import verify
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import BLOCK_BYTES
 
 GIB = 1 << 30

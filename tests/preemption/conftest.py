@@ -16,7 +16,7 @@ from support.keepers import keeper_of
 
 from lazysnap import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 HERE = pathlib.Path(__file__).parent

@@ -19,10 +19,10 @@ sys.path.extend(str(above) for above in pathlib.Path(__file__).parents[1:3])
 from support.catalogue import inventory_of
 from support.image import Image, write_shard
 
-from lazysnap.levels import open_storage
 from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.levels.watched import WatchedStorage
 from lazysnap.shard.manifest import CaptureMeta

@@ -10,7 +10,7 @@ from support.snapshots import lone_manifest
 from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.plan import CapturePlan, make_plan, view_of
 from lazysnap.exports.states import read_state
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import CaptureMeta

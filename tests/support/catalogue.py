@@ -2,8 +2,8 @@
 
 import os
 
-from lazysnap.levels import open_storage
 from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import Inventory
 from lazysnap.snapshots.catalogue import Catalogue
 

@@ -130,7 +130,7 @@ _CHILD = """
 import sys
 import time
 from lazysnap.errors import LazySnapError
-from lazysnap.levels import open_storage
+from lazysnap.levels.store import open_storage
 from support.place import pattern, write_blocks, write_object
 storage = {storage}
 def say(text):

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.capture.plan import view_of
-from lazysnap.levels import open_storage
 from lazysnap.levels.source import MemorySource, map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
