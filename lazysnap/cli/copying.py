@@ -15,7 +15,7 @@ from lazysnap.exports.exporting import Exported, write
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import named_in
 from lazysnap.exports.target import format_of
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
+from lazysnap.levels.blocks import FileBlocks, read_node_file
 from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.storage import Storage
@@ -157,7 +157,7 @@ def _copy_file(
     blocks = FileBlocks(FilePlace.of(source, entry), manifest)
     place = FilePlace.of(target, entry)
     with contextlib.closing(blocks):
-        written = write_file(place, manifest.shards, VerifiedSource(blocks, count))
+        written = write_file(place, manifest.shards, blocks, count)
     if moved and not target.checks_writes():
         try:
             read_node_file(place, written, progress=advance)

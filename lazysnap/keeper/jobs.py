@@ -35,7 +35,7 @@ from lazysnap.core.actions import (
 )
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.level_files import LevelFiles
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource
+from lazysnap.levels.blocks import FileBlocks
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, shard_of
@@ -263,14 +263,13 @@ def _copy(
 def _write_blocks(storage: Storage, files: LevelFiles, blocks: FileBlocks, control: JobControl) -> Manifest:
     """Write and commit the part of a file that this level gets."""
     manifest = blocks.manifest
-    source = VerifiedSource(blocks)
     is_cut = files.is_shared and any(has_shared_rows(shard.meta) for shard in manifest.shards)
     if not is_cut:
         place = FilePlace(storage, manifest.meta.name.directory, manifest.name)
-        return write_file(place, manifest.shards, source, control.count, former=files.newest_directory)
+        return write_file(place, manifest.shards, blocks, control.count, former=files.newest_directory)
     parts: list[tuple[CaptureMeta, BlockSource]] = []
     for shard in manifest.shards:
-        part = SharedPart(shard.meta, source, shard.offset, shard.size_bytes)
+        part = SharedPart(shard.meta, blocks, shard.offset, shard.size_bytes)
         parts.append((part.meta, part))
     return _write_shards(storage, files, parts, control)
 

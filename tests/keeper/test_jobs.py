@@ -32,7 +32,7 @@ from lazysnap.core.messages import JobSettings, LevelSettings, NamedStep, StepKe
 from lazysnap.errors import FormatError
 from lazysnap.keeper.jobs import JobControl, run_level_job
 from lazysnap.keeper.level_files import LevelFiles
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource, verify
+from lazysnap.levels.blocks import FileBlocks, verify
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.store import open_storage
 from lazysnap.memory.slots import TrainerSlot, make_slot
@@ -904,7 +904,7 @@ def whole_at(path):
     place = FilePlace(storage, path.name, NodeName(0, 1))
     manifest = verify(place)
     with contextlib.closing(FileBlocks(place, manifest)) as blocks:
-        return bytes(VerifiedSource(blocks).view(0, manifest.size_bytes))
+        return bytes(blocks.view(0, manifest.size_bytes))
 
 
 def test_a_base_is_written_once_also_by_a_new_keeper(rig, fine_tuning):

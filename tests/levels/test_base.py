@@ -17,7 +17,7 @@ from support.place import PAGE, pattern
 
 from lazysnap.errors import FormatError
 from lazysnap.levels.base import BlockPlaces
-from lazysnap.levels.blocks import Buffers, FileBlocks, VerifiedSource, WantedBytes, fill, verify
+from lazysnap.levels.blocks import Buffers, FileBlocks, WantedBytes, fill, verify
 from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous, shard_of
@@ -193,7 +193,7 @@ def test_a_copy_to_another_level_takes_the_base_of_that_level_over(storage, tmp_
         manifest = snapshot.write(storage)
         blocks = FileBlocks(snapshot.place(storage), manifest)
         with contextlib.closing(blocks):
-            copied = write_node(other, NAME, manifest.shards, VerifiedSource(blocks), former=former)
+            copied = write_node(other, NAME, manifest.shards, blocks, former=former)
         assert bytes_of(other, snapshot.directory) == snapshot.image
         former = snapshot.directory
     assert copied.written_bytes < copied.size_bytes

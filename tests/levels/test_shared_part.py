@@ -7,7 +7,7 @@ from support.place import PAGE, pattern
 from support.snapshots import RUN, START
 
 from lazysnap.errors import FormatError
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource
+from lazysnap.levels.blocks import FileBlocks
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
@@ -111,8 +111,7 @@ def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
     manifest = write_node(near, NodeName(0, 1), both.shards, both)
 
     blocks = FileBlocks(FilePlace.of(near, inventory_of(near).entries[0]), manifest)
-    source = VerifiedSource(blocks)
-    parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
+    parts = [SharedPart(one.meta, blocks, one.offset, one.size_bytes) for one in manifest.shards]
     together = NodeSource([(part.meta, part) for part in parts])
     write_node(shared, NodeName(0, 1), together.shards, together)
     blocks.close()
@@ -129,7 +128,7 @@ def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
         file.seek(4 * BLOCK_BYTES)
         file.write(b"flip")
     blocks = FileBlocks(place, manifest)
-    part = SharedPart(meta(), VerifiedSource(blocks))
+    part = SharedPart(meta(), blocks)
 
     with pytest.raises(FormatError, match="block 4"):
         write_shard(shared, part.meta, part)
