@@ -17,7 +17,6 @@ from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
 from lazysnap.keeper.memory_inventory import MemoryEntry
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.ranks.checks import together
-from lazysnap.resolver import RestartPlan
 from lazysnap.restore.level import whole_snapshots
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.restart import Restart, fetch, reseed
@@ -43,9 +42,9 @@ class Lineage:
                 del self._steps[run_after]
         self._steps[run_id] = step
 
-    def has(self, plan: RestartPlan, present: str) -> bool:
+    def has(self, run_id: str, step: int, *, present: str) -> bool:
         """True if a snapshot is of the present run, or one that it came from."""
-        return plan.run_id == present or plan.step <= self._steps.get(plan.run_id, -1)
+        return run_id == present or step <= self._steps.get(run_id, -1)
 
 
 class Run:

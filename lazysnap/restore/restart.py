@@ -164,20 +164,20 @@ def _absence(search: "_Search", restart: Restart) -> Absence:
 
 
 def fetch_back(
-    restart: Restart, is_wanted: Callable[[RestartPlan], bool], flaw: Callable[[Snapshot], str]
+    restart: Restart, is_wanted: Callable[[str, int], bool], flaw: Callable[[Snapshot], str]
 ) -> Snapshot | None:
     """Return the newest whole snapshot that ``is_wanted`` and has no ``flaw`` on any rank. Collective. Blocks.
 
-    Raises: as ``fetch``.
+    ``is_wanted``: called with the id of its run and its step. Raises: as ``fetch``.
     """
     with contextlib.ExitStack() as stack:
         search = _Search(restart, stack)
 
         def order(inventories: list[Inventory]) -> list[RestartPlan]:
-            return [plan for plan in candidates(inventories) if is_wanted(plan)]
+            return [plan for plan in candidates(inventories) if is_wanted(plan.run_id, plan.step)]
 
         def may_be_wanted(name: SnapshotName, names: Collection[str]) -> bool:
-            return is_wanted(RestartPlan(name.run_id, name.start, name.step, restart.world.size, ()))
+            return is_wanted(name.run_id, name.step)
 
         snapshot = search.first_whole(order, may_be_wanted, is_patient=True, flaw=flaw)
         if snapshot is None:
