@@ -8,6 +8,10 @@ from operator import attrgetter
 from lazysnap.shard.best import BEST, best_first, has_name
 from lazysnap.shard.names import SnapshotName
 
+MEMORY = "memory"
+"""The level of captures in the memory of keepers, in place of an URL."""
+PARITY = "parity"
+"""The level of what is computed from parity, in place of an URL."""
 _COMPARED = 2
 """Snapshots that a restart needs to prove itself."""
 
@@ -17,7 +21,7 @@ class Entry:
     """One rank's committed shard of one snapshot at one level: part of a node's file, or a slot."""
 
     level: str
-    """Name of the level: ``memory`` or its URL."""
+    """``MEMORY``, ``PARITY`` or the URL of a level."""
     run_id: str
     start: str
     """The start of the run: only shards of one start are one snapshot."""

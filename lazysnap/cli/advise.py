@@ -24,6 +24,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.events import EventFile, KeeperStarted
 from lazysnap.memory.slot_choice import kept_whole, slots_needed
 from lazysnap.parity.groups import groups_of
+from lazysnap.resolver import MEMORY
 
 BUDGET = 0.01
 """Share of the time of training that captures may take."""
@@ -38,7 +39,6 @@ _STORAGE_WASTE = 0.001
 _LONGEST_S = 3600.0
 """Longest time from one stored snapshot to the next."""
 _LARGEST = 1e15
-_MEMORY = "memory"
 
 
 # ---------------------------------------------------------------- numbers with units
@@ -289,7 +289,7 @@ def advise(facts: TrainingFigures) -> dict[str, Any]:
         every = steps_within(BUDGET, step_s, facts.stall_s)
         step_with_stall_s = step_s + facts.stall_s / every
         overhead = 1 - step_s / step_with_stall_s
-    snapshots = {_MEMORY: _row(facts, overhead, every, step_with_stall_s, facts.copy_s)}
+    snapshots = {MEMORY: _row(facts, overhead, every, step_with_stall_s, facts.copy_s)}
     for url, persist_s in facts.persist.items():
         level_every = None
         if step_with_stall_s is not None:
@@ -389,7 +389,7 @@ def _cells(place: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterab
     steps = ""
     if row["every_n_steps"] is not None:
         steps = f"{row['every_n_steps']:,}"
-        if place == _MEMORY and facts.every not in (None, row["every_n_steps"]):
+        if place == MEMORY and facts.every not in (None, row["every_n_steps"]):
             steps += f" (now {facts.every})"
     share = ""
     if row["goodput"] is not None:

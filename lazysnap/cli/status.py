@@ -19,10 +19,11 @@ from rich.filesize import decimal
 
 from lazysnap.cli.keepers import KeeperAnswer, KeeperProcess, ask, identities, of_this_node
 from lazysnap.cli.output import OK, Output, count_of, seconds_text
-from lazysnap.cli.survival import ALIVE, MEMORY, source_text, survival
+from lazysnap.cli.survival import ALIVE, source_text, survival
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.questions import LevelFacts, NodeState, RankState
+from lazysnap.resolver import MEMORY
 
 _ANSWER_S = 2.0
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from lazysnap.keeper.questions import HeldParity
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces, can_rebuild
-from lazysnap.resolver import Entry, SnapshotKey
+from lazysnap.resolver import PARITY, Entry, SnapshotKey
 
-PARITY = "parity"
-"""The level of what is computed from parity, in place of an URL."""
 _DISTANCE = 1
 """See ``Entry``: parity is behind memory, and before the levels."""
 

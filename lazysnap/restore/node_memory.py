@@ -8,8 +8,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryEntry, MemoryInventory
 from lazysnap.levels.blocks import MemoryBlocks
-from lazysnap.resolver import Entry, Inventory
-from lazysnap.restore.snapshot import MEMORY
+from lazysnap.resolver import MEMORY, Entry, Inventory
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard

@@ -11,8 +11,7 @@ from typing import Any
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.levels.listing import Directory
-from lazysnap.resolver import Entry, Inventory
-from lazysnap.restore.snapshot import MEMORY
+from lazysnap.resolver import MEMORY, Entry, Inventory
 from lazysnap.shard.names import NodeName
 
 

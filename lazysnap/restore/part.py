@@ -9,8 +9,8 @@ import torch
 
 from lazysnap.errors import FormatError, LazySnapError, StateError
 from lazysnap.ranks.world import World
-from lazysnap.resolver import Entry, RestartPlan
-from lazysnap.restore.snapshot import MEMORY, Snapshot
+from lazysnap.resolver import MEMORY, Entry, RestartPlan
+from lazysnap.restore.snapshot import Snapshot
 from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.targets import LiveTensors, is_empty_part, is_part, room_on_device
 from lazysnap.snapshots.assembly import Assembly

@@ -25,6 +25,8 @@ from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import (
+    MEMORY,
+    PARITY,
     Entry,
     Inventory,
     RestartPlan,
@@ -34,13 +36,13 @@ from lazysnap.resolver import (
     entries_in,
 )
 from lazysnap.restore.level import Level
-from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
+from lazysnap.restore.lost_parts import lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.offers import pack_memory, pack_parity, unpack_memory, unpack_parity
 from lazysnap.restore.parity import Parity
 from lazysnap.restore.part import PartReader
 from lazysnap.restore.peer_memory import PeerConnections, PeerMemory
-from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
+from lazysnap.restore.snapshot import Absence, NewRun, Snapshot
 from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.survey import IsWanted, Survey
 from lazysnap.runs import Choice, runs_in, short_ids

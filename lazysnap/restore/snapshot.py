@@ -7,8 +7,6 @@ from typing import Any
 from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.resolver import SnapshotKey
 
-MEMORY = "memory"
-
 
 @dataclass(frozen=True)
 class NewRun:

@@ -8,13 +8,11 @@ from typing import Protocol
 from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import Blocks, WantedBytes
 from lazysnap.levels.watchdog import Beat
-from lazysnap.resolver import Entry
+from lazysnap.resolver import MEMORY, PARITY, Entry
 from lazysnap.restore.level import Level
-from lazysnap.restore.lost_parts import PARITY
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.parity import Parity
 from lazysnap.restore.peer_memory import PeerMemory
-from lazysnap.restore.snapshot import MEMORY
 from lazysnap.snapshots.reader import OpenShard, read
 from lazysnap.state.codec import DecoderError
 
