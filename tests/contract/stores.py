@@ -308,7 +308,6 @@ class StoreContract(Place):
     def test_a_writer_that_was_killed_is_in_nobodys_way(self, make_storage: MakeStorage, elsewhere: str | None) -> None:
         """Nothing of it is offered; the next one writes the same step, and what it left is swept."""
         code = f"""
-from lazysnap.levels.storage import Storage
 from support.image import write_shard
 from support.snapshots import Snapshot
 from contract.stores import HookedSource
