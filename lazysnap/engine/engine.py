@@ -13,7 +13,7 @@ from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.level_checks import shared_levels
 from lazysnap.engine.messages import Messages
-from lazysnap.engine.preemption import Preemption, RankCaptures
+from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.rollback import Rollback, roll_back
 from lazysnap.engine.run import Run
@@ -129,7 +129,7 @@ class SnapshotEngine:
         messages = Messages(Statistics(), is_first=self._world.rank == 0, speaks_for_node=place.local_rank == 0)
         self._recorder = Recorder(self._config, self._source, self._client, messages, self._world)
         self._run = self._new_run()
-        self._preemption = Preemption(self._config, self._client, self._captures, self._seal)
+        self._preemption = Preemption(self._config, self._client, self._run.captures, self._seal)
         self._boundaries = Boundaries(self._run, self._preemption)
         self._best = BestSnapshots(self._run, self._boundaries)
         self._shutdown = Shutdown(self._run, self._boundaries, self._preemption, self._best)
@@ -158,9 +158,6 @@ class SnapshotEngine:
             start=self._recorder.meta.start,
         )
         return Run(restart, self._recorder, shared)
-
-    def _captures(self) -> RankCaptures:
-        return self._shutdown.captures()
 
     def _seal(self, timeout_s: float) -> None:
         self._boundaries.seal(timeout_s)

@@ -8,10 +8,12 @@ from dataclasses import replace
 from functools import partial
 
 from lazysnap import faults
+from lazysnap.core.messages import StepKey
 from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.job_settings import job_settings
 from lazysnap.engine.messages import MessageKind
+from lazysnap.engine.preemption import RankCaptures
 from lazysnap.engine.recorder import Recorder
 from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
 from lazysnap.keeper.memory_inventory import MemoryEntry
@@ -244,6 +246,36 @@ class Run:
         self._from_step = max(0, step - 1)
         self._source = ""
         self.begin()
+
+    # ---------------------------------------------------------------- what there is of it
+
+    def captures(self) -> RankCaptures:
+        """Return what is captured by now, for preemption. Does not block. Thread-safe."""
+        resumed = self.resumed
+        steps = self.recorder.captures.whole_steps()
+        seen_step = self.recorder.seen_step or 0
+        if not steps and resumed is not None and resumed.only_in_memory:
+            return RankCaptures((resumed.newest_step,), self.newest_durable(), seen_step, is_resumed=True)
+        return RankCaptures(tuple(steps), self.newest_durable(), seen_step)
+
+    def newest_durable(self) -> tuple[int, str] | None:
+        """Return the newest step of this training that any level has, as far as this process knows, and its URL."""
+        resumed = self.resumed
+        newest: tuple[int, str] | None = None
+        if resumed is not None and resumed.durable_at is not None:
+            newest = (resumed.newest_step, resumed.durable_at)
+        for index, level in enumerate(self.restart.config.levels):
+            step = self._client.newest_complete(index)
+            if step < 0 and resumed is not None and self._is_stored(resumed, index):
+                step = resumed.newest_step
+            if step >= 0 and (newest is None or step > newest[0]):
+                newest = (step, level.url)
+        return newest
+
+    def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
+        """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
+        levels = self._client.state.levels
+        return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
 
     # ---------------------------------------------------------------- memory
 

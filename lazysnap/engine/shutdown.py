@@ -11,7 +11,7 @@ from lazysnap.engine import report
 from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.messages import MessageKind
-from lazysnap.engine.preemption import Preemption, RankCaptures
+from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
 from lazysnap.engine.stored import stored_bytes, wait_stored
@@ -308,34 +308,6 @@ class Shutdown:
             self._client.leave(Farewell.OVER, self._config.io_timeout_s)
             self._preemption.leave()
 
-    def captures(self) -> RankCaptures:
-        """Return what is captured by now, for preemption. Does not block. Thread-safe."""
-        resumed = self._run.resumed
-        steps = self._captures.whole_steps()
-        seen_step = self._recorder.seen_step or 0
-        if not steps and resumed is not None and resumed.only_in_memory:
-            return RankCaptures((resumed.newest_step,), self._newest_durable(), seen_step, is_resumed=True)
-        return RankCaptures(tuple(steps), self._newest_durable(), seen_step)
-
-    def _newest_durable(self) -> tuple[int, str] | None:
-        """Return the newest step of this training that any level has, as far as this process knows, and its URL."""
-        resumed = self._run.resumed
-        newest: tuple[int, str] | None = None
-        if resumed is not None and resumed.durable_at is not None:
-            newest = (resumed.newest_step, resumed.durable_at)
-        for index, level in enumerate(self._config.levels):
-            step = self._client.newest_complete(index)
-            if step < 0 and resumed is not None and self._is_stored(resumed, index):
-                step = resumed.newest_step
-            if step >= 0 and (newest is None or step > newest[0]):
-                newest = (step, level.url)
-        return newest
-
-    def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
-        """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
-        levels = self._client.state.levels
-        return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
-
     def _leave(self) -> None:
         self.statistics()  # the last ones with a keeper
         self.is_closed = True
@@ -351,7 +323,7 @@ class Shutdown:
         if step_in_memory is None and resumed is not None and resumed.in_memory:
             step_in_memory = resumed.newest_step
         durable_step = None
-        newest_durable = self._newest_durable()
+        newest_durable = self._run.newest_durable()
         if newest_durable is not None:
             durable_step, _ = newest_durable
         if not self._run.is_begun:
