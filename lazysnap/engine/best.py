@@ -39,7 +39,7 @@ class BestSnapshots:
         self._world = run.restart.world
         self._boundaries = boundaries
         self._recorder = run.recorder
-        self._client = run.recorder.memory.client
+        self._client = run.client
         self._wishes: dict[str, KeepBest] = {}
         """Arguments of the calls, by metric. The same on all ranks."""
         self._warned = False

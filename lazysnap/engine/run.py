@@ -63,7 +63,7 @@ class Run:
         self.restart = restart
         self.recorder = recorder
         self.meta = recorder.meta
-        self._client = recorder.memory.client
+        self.client = recorder.memory.client
         self._messages = recorder.messages
         self._shared = shared
         self.lineage = Lineage()
@@ -112,7 +112,7 @@ class Run:
         """See ``SnapshotEngine.all_steps``. Blocks."""
         restart = self.restart
         place = restart.world.place
-        memory = NodeMemory(self._client, restart.identity, place, restart.config.io_timeout_s, logger.info)
+        memory = NodeMemory(self.client, restart.identity, place, restart.config.io_timeout_s, logger.info)
         steps: dict[str, set[int]] = defaultdict(set)
         """The steps of each run."""
         try:
@@ -224,7 +224,7 @@ class Run:
         )
         start = self.meta.start_number
         self.recorder.memory.events.begin(start, max(0, self._from_step))
-        self._client.begin_start(settings, start, self._from_step, self._source)
+        self.client.begin_start(settings, start, self._from_step, self._source)
 
     def begin_once(self) -> None:
         """Print how this training starts, and ``begin``, unless that was done: beginning again would make the client
@@ -265,7 +265,7 @@ class Run:
         if resumed is not None and resumed.durable_at is not None:
             newest = (resumed.newest_step, resumed.durable_at)
         for index, level in enumerate(self.restart.config.levels):
-            step = self._client.newest_complete(index)
+            step = self.client.newest_complete(index)
             if step < 0 and resumed is not None and self._is_stored(resumed, index):
                 step = resumed.newest_step
             if step >= 0 and (newest is None or step > newest[0]):
@@ -274,7 +274,7 @@ class Run:
 
     def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
         """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
-        levels = self._client.state.levels
+        levels = self.client.state.levels
         return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
 
     # ---------------------------------------------------------------- memory
@@ -295,7 +295,7 @@ class Run:
     def drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
         """Drop captures in memory; ``point`` is passed before each. Blocks: asks the keeper."""
         try:
-            entries = self._client.memory(self.restart.config.io_timeout_s).entries
+            entries = self.client.memory(self.restart.config.io_timeout_s).entries
         except KeeperError as error:
             logger.info("nothing in memory to go through: %s", error)
             return
