@@ -40,7 +40,7 @@ from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, shard_of
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import write_file
+from lazysnap.levels.store import write_unless_committed
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.memory.slots import Slot
 from lazysnap.shard.checksum import Checksums
@@ -175,7 +175,7 @@ def _write(job: WriteLevel, files: LevelFiles, slots: NodeSlots, control: JobCon
 def _read_back(job: WriteLevel, files: LevelFiles, storage: Storage, manifest: Manifest) -> float:
     """Read back what was written, unless the storage checks each part as it arrives. Return the seconds that it took.
 
-    A file that was committed already was read just now (``levels.store.write_file``).
+    A file that was committed already was read just now (``levels.store.write_unless_committed``).
     Raises: FormatError, and it is no snapshot any more; LevelError.
     """
     if storage.checks_writes() or not manifest.written_bytes:
@@ -266,7 +266,7 @@ def _write_blocks(storage: Storage, files: LevelFiles, blocks: FileBlocks, contr
     is_cut = files.is_shared and any(has_shared_rows(shard.meta) for shard in manifest.shards)
     if not is_cut:
         place = FilePlace(storage, manifest.meta.name.directory, manifest.name)
-        return write_file(place, manifest.shards, blocks, control.count, former=files.newest_directory)
+        return write_unless_committed(place, manifest.shards, blocks, control.count, former=files.newest_directory)
     parts: list[tuple[CaptureMeta, BlockSource]] = []
     for shard in manifest.shards:
         part = SharedPart(shard.meta, blocks, shard.offset, shard.size_bytes)
@@ -288,6 +288,8 @@ def _write_shards(
     meta, source = shards[0]
     place = FilePlace(storage, meta.name.directory, files.name)
     if len(shards) == 1:
-        return write_file(place, [shard_of(meta, source)], source, control.count, former=files.newest_directory)
+        return write_unless_committed(
+            place, [shard_of(meta, source)], source, control.count, former=files.newest_directory
+        )
     together = NodeSource(shards)
-    return write_file(place, together.shards, together, control.count, former=files.newest_directory)
+    return write_unless_committed(place, together.shards, together, control.count, former=files.newest_directory)

@@ -58,7 +58,7 @@ def open_storage(url: str, *, options: Mapping[str, Any] | None = None) -> Stora
 # ---------------------------------------------------------------- writing
 
 
-def write_file(
+def write_unless_committed(
     place: FilePlace,
     shards: Sequence[Shard],
     source: BlockSource,
