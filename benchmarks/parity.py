@@ -292,7 +292,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     entries = []
     for capture in inventory.entries:
         if capture.step == step:
-            entries.append(Entry("memory", 0, capture.run_id, capture.start, step, capture.rank, nodes, "", node=place))
+            entries.append(Entry("memory", capture.run_id, capture.start, step, capture.rank, nodes, node=place))
     parities = []
     for parity in inventory.parity:
         if parity.step == step:

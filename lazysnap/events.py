@@ -14,7 +14,7 @@ import msgspec
 
 from lazysnap.errors import FormatError
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.names import parse_events_file_name
 
 MAX_FILE_BYTES = 4 << 20
@@ -200,7 +200,7 @@ def read(url: str, options: Mapping[str, Any] | None = None) -> list[EventFile]:
 
     Blocks. Raises: LevelError, if the level does not answer; ConfigError, for a bad URL.
     """
-    storage = open_store(url, options=options).storage
+    storage = open_storage(url, options=options)
     events_by_source: dict[tuple[str, int], list[Event]] = {}
     for name in storage.list():
         parsed = parse_events_file_name(name)

@@ -8,6 +8,10 @@ from operator import attrgetter
 from lazysnap.shard.best import BEST, best_first, has_name
 from lazysnap.shard.names import SnapshotName
 
+MEMORY = "memory"
+"""The level of captures in the memory of keepers, in place of an URL."""
+PARITY = "parity"
+"""The level of what is computed from parity, in place of an URL."""
 _COMPARED = 2
 """Snapshots that a restart needs to prove itself."""
 
@@ -17,26 +21,32 @@ class Entry:
     """One rank's committed shard of one snapshot at one level: part of a node's file, or a slot."""
 
     level: str
-    """Name of the level: ``memory`` or its URL."""
-    speed: int
-    """Rank among the levels, 0 the fastest to read."""
+    """``MEMORY``, ``PARITY`` or the URL of a level."""
     run_id: str
     start: str
     """The start of the run: only shards of one start are one snapshot."""
     step: int
     rank: int
     world_size: int
-    location: str
-    """Name of the directory in the level, or index of the slot."""
+    location: tuple[int, ...] = ()
+    """In memory the local rank and the number of the capture; of parity the number of the lost part. Empty at a level:
+    there the directory has the name of the ``snapshot``."""
     node: str | None = None
     """The node that can read it; ``None``: all nodes."""
     names: tuple[str, ...] = ()
     """Names given by ``keep``."""
     file: str = ""
     """The name of the node's file that holds it, without suffix; empty in memory."""
+    distance: int = 0
+    """The place of the level in the order in which a restart reads: 0 for memory, the nearest."""
     is_repeatable: bool | None = None
     """True if a restart may train its step again: see ``can_repeat``; ``None`` if it is in no slot of the rank itself,
     where alone that is known."""
+
+    @property
+    def snapshot(self) -> SnapshotName:
+        """The snapshot that it is part of."""
+        return SnapshotName(self.run_id, self.step, self.start)
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,7 @@ def entries_in(inventories: Iterable[Inventory]) -> Iterator[Entry]:
 
 @dataclass(frozen=True)
 class RestartPlan:
-    """One snapshot, and for each rank the levels that offer its shard, fastest first."""
+    """One snapshot, and for each rank the levels that offer its shard, the nearest first."""
 
     run_id: str
     start: str
@@ -71,9 +81,9 @@ class RestartPlan:
 
     @property
     def level(self) -> str:
-        """The slowest of the first sources."""
+        """The farthest of the first sources."""
         first_sources = [offers[0] for offers in self.sources]
-        return max(first_sources, key=attrgetter("speed")).level
+        return max(first_sources, key=attrgetter("distance")).level
 
 
 @dataclass(frozen=True, order=True)
@@ -157,9 +167,9 @@ def candidates(inventories: Iterable[Inventory], snapshot_filter: SnapshotFilter
 
 
 def _sources_of(entries: Iterable[Entry]) -> tuple[tuple[Entry, ...], ...]:
-    """Return the entries of each rank, in the order of the ranks; the fastest level first."""
+    """Return the entries of each rank, in the order of the ranks; the nearest level first."""
     offers: dict[int, list[Entry]] = defaultdict(list)
-    for entry in sorted(entries, key=attrgetter("rank", "speed", "location")):
+    for entry in sorted(entries, key=attrgetter("rank", "distance", "location")):
         offers[entry.rank].append(entry)
     return tuple(map(tuple, offers.values()))
 
@@ -173,7 +183,7 @@ def can_repeat(plans: Sequence[RestartPlan]) -> bool:
         return False
     newest, before = plans[:_COMPARED]
     is_next_step = before.key == replace(newest.key, step=newest.step - 1)
-    is_before_in_memory = all(offers[0].speed == 0 for offers in before.sources)
+    is_before_in_memory = all(offers[0].distance == 0 for offers in before.sources)
     return is_next_step and is_before_in_memory and all(any(map(_is_repeatable, offers)) for offers in newest.sources)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 import lazysnap
 from lazysnap.errors import ConfigError
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import ANY, SnapshotFilter, SnapshotKey
 from lazysnap.runs import Choice, means_snapshot
 from lazysnap.snapshots.catalogue import Catalogue
@@ -45,7 +45,7 @@ def test_what_is_no_step_and_no_text_is_refused_by_every_reader(which, tmp_path)
 
 def test_a_run_that_is_named_twice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="'run:1f3a' names a run, and run 2b4c is given as well: give one of them"):
-        Catalogue(open_store(str(tmp_path))).plans_for("run:1f3a", "2b4c")
+        Catalogue(open_storage(str(tmp_path))).plans_for("run:1f3a", "2b4c")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lazysnap import (
 )
 from lazysnap.config import redundancy_for, too_few_nodes
 from lazysnap.errors import ConfigError
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 
 BAD_LEVELS = [
     ({"url": ""}, "url"),
@@ -108,7 +108,7 @@ CREDENTIALS = [
 
 
 @pytest.mark.parametrize("url", CREDENTIALS)
-@pytest.mark.parametrize("use", [PersistentLevel, open_store], ids=lambda value: value.__name__)
+@pytest.mark.parametrize("use", [PersistentLevel, open_storage], ids=lambda value: value.__name__)
 def test_credentials_in_a_url_are_refused_in_one_line_that_says_where_they_belong(use, url):
     with pytest.raises(ConfigError, match="storage_options") as caught:
         use(url)
@@ -120,7 +120,7 @@ def test_credentials_in_a_url_are_refused_in_one_line_that_says_where_they_belon
 
 
 @pytest.mark.parametrize("url", ["sftp://me:hidden@ho℀st/run", "sftp://me:hidden@[host/run"])
-@pytest.mark.parametrize("use", [PersistentLevel, open_store], ids=lambda value: value.__name__)
+@pytest.mark.parametrize("use", [PersistentLevel, open_storage], ids=lambda value: value.__name__)
 def test_a_url_with_an_impossible_host_is_refused_without_showing_what_it_holds(use, url):
     with pytest.raises(ConfigError, match=r"^the URL sftp://… has a host that is none") as caught:
         use(url)

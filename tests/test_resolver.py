@@ -8,8 +8,8 @@ from lazysnap.resolver import Entry, Inventory, SnapshotFilter, can_repeat, cand
 
 
 def entry(step: int, *, level: str = "disk", run: int = 1, rank: int = 0, world: int = 1) -> Entry:
-    speed = {"memory": 0, "disk": 1, "s3": 2}[level]
-    return Entry(level, speed, f"{run:016x}", START, step, rank, world, f"step-{step:08d}")
+    distance = {"memory": 0, "disk": 1, "s3": 2}[level]
+    return Entry(level, f"{run:016x}", START, step, rank, world, distance=distance)
 
 
 def resolve(*entries: Entry, step: int | None = None) -> list[tuple[int, int, list[list[str]]]]:

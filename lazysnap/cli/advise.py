@@ -24,6 +24,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.events import EventFile, KeeperStarted
 from lazysnap.memory.slot_choice import kept_whole, slots_needed
 from lazysnap.parity.groups import groups_of
+from lazysnap.resolver import MEMORY
 
 BUDGET = 0.01
 """Share of the time of training that captures may take."""
@@ -38,7 +39,6 @@ _STORAGE_WASTE = 0.001
 _LONGEST_S = 3600.0
 """Longest time from one stored snapshot to the next."""
 _LARGEST = 1e15
-_MEMORY = "memory"
 
 
 # ---------------------------------------------------------------- numbers with units
@@ -193,41 +193,18 @@ def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
     for event in files[0].events:
         if isinstance(event, KeeperStarted):
             nodes = max(nodes, event.nodes)
-    timed_steps = 0
-    worked_us = 0
-    waited_us = 0
-    trained_us = 0
-    captures = 0.0
+    timed_steps, step_s, stall_s = _times_of_steps(starts)
     copies_s = []
+    trained_us = 0
     for start in starts:
         trained_us += start.ended - start.began
         for progress in start.progress:
             copies_s.append(progress.copy_s)
-        if start.waits:
-            steps, time_us = _timed(start)
-            waits_us = start.waits[-1][1]
-            timed_steps += steps
-            waited_us += waits_us
-            worked_us += max(0, time_us - waits_us)
-            captures += steps / max(1, start.every)
-    restarts_s = []
-    for before, after in itertools.pairwise(starts):
-        if before.how == GOODBYE:
-            continue
-        resumed_at = microseconds(after.trainer_started.t)
-        if after.waits:
-            resumed_at = after.waits[0][0]
-        restarts_s.append((resumed_at - before.ended) / 1e6)
+    restarts_s = _restarts_s(starts)
     persist = {}
     for url, level in levels_of(files).items():
         if level.snapshots:
             persist[url] = level.seconds
-    step_s = None
-    stall_s = 0.0
-    if timed_steps >= _LEAST_STEPS:
-        step_s = worked_us / 1e6 / timed_steps
-        if captures >= 1:
-            stall_s = waited_us / 1e6 / captures
     return TrainingFigures(
         files[0].run_id,
         nodes=nodes,
@@ -242,6 +219,41 @@ def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
         failures=len(restarts_s),
         restart_s=_median(restarts_s),
     )
+
+
+def _times_of_steps(starts: Sequence[Start]) -> tuple[int, float | None, float]:
+    """Return ``timed_steps``, ``step_s`` and ``stall_s`` of ``TrainingFigures``."""
+    timed_steps = 0
+    worked_us = 0
+    waited_us = 0
+    captures = 0.0
+    for start in starts:
+        if start.waits:
+            steps, time_us = _timed(start)
+            waits_us = start.waits[-1][1]
+            timed_steps += steps
+            waited_us += waits_us
+            worked_us += max(0, time_us - waits_us)
+            captures += steps / max(1, start.every)
+    if timed_steps < _LEAST_STEPS:
+        return timed_steps, None, 0.0
+    stall_s = 0.0
+    if captures >= 1:
+        stall_s = waited_us / 1e6 / captures
+    return timed_steps, worked_us / 1e6 / timed_steps, stall_s
+
+
+def _restarts_s(starts: Sequence[Start]) -> list[float]:
+    """Return the seconds from each death to the first boundary after it."""
+    restarts_s = []
+    for before, after in itertools.pairwise(starts):
+        if before.how == GOODBYE:
+            continue
+        resumed_at = microseconds(after.trainer_started.t)
+        if after.waits:
+            resumed_at = after.waits[0][0]
+        restarts_s.append((resumed_at - before.ended) / 1e6)
+    return restarts_s
 
 
 def _timed(start: Start) -> tuple[int, int]:
@@ -277,7 +289,7 @@ def advise(facts: TrainingFigures) -> dict[str, Any]:
         every = steps_within(BUDGET, step_s, facts.stall_s)
         step_with_stall_s = step_s + facts.stall_s / every
         overhead = 1 - step_s / step_with_stall_s
-    snapshots = {_MEMORY: _row(facts, overhead, every, step_with_stall_s, facts.copy_s)}
+    snapshots = {MEMORY: _row(facts, overhead, every, step_with_stall_s, facts.copy_s)}
     for url, persist_s in facts.persist.items():
         level_every = None
         if step_with_stall_s is not None:
@@ -377,7 +389,7 @@ def _cells(place: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterab
     steps = ""
     if row["every_n_steps"] is not None:
         steps = f"{row['every_n_steps']:,}"
-        if place == _MEMORY and facts.every not in (None, row["every_n_steps"]):
+        if place == MEMORY and facts.every not in (None, row["every_n_steps"]):
             steps += f" (now {facts.every})"
     share = ""
     if row["goodput"] is not None:

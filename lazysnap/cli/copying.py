@@ -15,8 +15,11 @@ from lazysnap.exports.exporting import Exported, write
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import named_in
 from lazysnap.exports.target import format_of
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource, read_node_file
-from lazysnap.levels.store import SnapshotStore
+from lazysnap.levels.blocks import FileBlocks, read_node_file
+from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import keep, write_unless_committed
 from lazysnap.resolver import Entry, RestartPlan, SnapshotFilter
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
@@ -53,7 +56,7 @@ def copy(args: argparse.Namespace, output: Output) -> int:
     catalogue = Catalogue(source)
     plans, problems = _plans(catalogue, args)
     started = time.perf_counter()
-    target.sweep()  # what a killed copy left
+    sweep(target)  # what a killed copy left
     snapshots = []
     bad = list(problems)
     counts = {COPIED: 0, PRESENT: 0, BAD: 0}
@@ -108,26 +111,26 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
         run_id = catalogue.run_of(args.run)
     plans = list(catalogue.plans(SnapshotFilter(run=run_id)))
     if not plans:
-        raise SnapshotNotFound("\n".join([f"{catalogue.store.url}: no complete snapshot", *catalogue.problems]))
+        raise SnapshotNotFound("\n".join([f"{catalogue.storage.url}: no complete snapshot", *catalogue.problems]))
     return plans, catalogue.problems
 
 
-def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output: Output) -> Copied:
+def _copy(catalogue: Catalogue, target: Storage, plan: RestartPlan, output: Output) -> Copied:
     """Copy the missing files of a snapshot, and behind them its names."""
     snapshot = catalogue.snapshot_of(plan)
     copied = Copied(snapshot.step, snapshot.run_id, snapshot.location)
     total = snapshot.size_bytes
-    if not target.storage.checks_writes():
+    if not target.checks_writes():
         total *= 2  # what is written is read back
     try:
         with output.bar(f"step {plan.step}", total) as advance:
             for entry, manifest in snapshot.files:
-                copied.size_bytes += _copy_file(catalogue.store, target, entry, manifest, advance)
+                copied.size_bytes += _copy_file(catalogue.storage, target, entry, manifest, advance)
         for entry, _ in snapshot.shards:
-            present = target.storage.list(entry.location)
+            present = target.list(entry.snapshot.directory)
             for name in entry.names:
                 if keep_file_name(name) not in present:
-                    target.keep(entry, name)
+                    keep(target, entry.snapshot, name)
     except (FormatError, FileNotFoundError) as error:
         copied.problem = str(error)
         copied.state = BAD
@@ -138,7 +141,7 @@ def _copy(catalogue: Catalogue, target: SnapshotStore, plan: RestartPlan, output
 
 
 def _copy_file(
-    source: SnapshotStore, target: SnapshotStore, entry: Entry, manifest: Manifest, advance: Callable[[int], None]
+    source: Storage, target: Storage, entry: Entry, manifest: Manifest, advance: Callable[[int], None]
 ) -> int:
     """Copy one node's file, unless it is there and whole. Return the bytes written.
 
@@ -151,14 +154,15 @@ def _copy_file(
         moved += num_bytes
         advance(num_bytes)
 
-    blocks = FileBlocks(source.place(entry), manifest)
+    blocks = FileBlocks(FilePlace.of(source, entry), manifest)
+    place = FilePlace.of(target, entry)
     with contextlib.closing(blocks):
-        written = target.write_file(manifest.name, manifest.shards, VerifiedSource(blocks, count))
-    if moved and not target.storage.checks_writes():
+        written = write_unless_committed(place, manifest.shards, blocks, count)
+    if moved and not target.checks_writes():
         try:
-            read_node_file(target.place(entry), written, progress=advance)
+            read_node_file(place, written, progress=advance)
         except (FormatError, FileNotFoundError) as error:
-            raise LevelError(f"{target.url}/{entry.location}: reads back other bytes than were written") from error
+            raise LevelError(f"{place.where}: reads back other bytes than were written") from error
     return moved
 
 

@@ -22,7 +22,6 @@ from lazysnap.cli.output import Output
 from lazysnap.config import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, LazySnapError, LevelError
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.levels import SnapshotStore
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage, probe, probe_name
@@ -205,13 +204,13 @@ def _level(args: argparse.Namespace) -> Iterator[CheckResult]:
     made: list[str] = []
     try:
         SnapshotConfig(levels=(PersistentLevel(args.url),))  # refuses places that would not outlive a process
-        store = open_place(args.url, args.storage_option)
-        is_local = isinstance(store.storage, LocalStorage)
+        storage = open_place(args.url, args.storage_option)
+        is_local = isinstance(storage, LocalStorage)
         if is_local:
-            made = _missing(store.url)
-        yield from _trial(store)
+            made = _missing(storage.url)
+        yield from _trial(storage)
         if is_local:
-            yield from _local(store.url)
+            yield from _local(storage.url)
     except (ConfigError, LevelError, OSError) as error:
         yield CheckResult("level", "bad", f"{error}")
     finally:
@@ -229,14 +228,13 @@ def _missing(path: str) -> list[str]:
     return missing
 
 
-def _trial(store: SnapshotStore) -> Iterator[CheckResult]:
+def _trial(storage: Storage) -> Iterator[CheckResult]:
     """Write, read back and delete objects. Raises: LevelError, also if nothing moves for ``_TRIAL_S``."""
-    storage = store.storage
-    small = f"a small object at {store.url}"
+    small = f"a small object at {storage.url}"
     Watchdog(lambda beat: probe(WatchedStorage(storage, beat)), small, _TRIAL_S).result()
-    yield CheckResult("level", "good", f"{store.url}: a small object was written, read and deleted")
+    yield CheckResult("level", "good", f"{storage.url}: a small object was written, read and deleted")
     size = decimal(_TRIAL_BYTES)
-    large = f"{size} at {store.url}"
+    large = f"{size} at {storage.url}"
     trial = Watchdog(lambda beat: _seconds(WatchedStorage(storage, beat), _TRIAL_BYTES), large, _TRIAL_S)
     write_s, read_s = trial.result()
     write = f"{decimal(int(_TRIAL_BYTES / write_s))}/s"

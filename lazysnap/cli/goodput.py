@@ -11,8 +11,9 @@ from operator import attrgetter, itemgetter
 from statistics import median
 
 from lazysnap.cli.history import GOODBYE, UNSEEN, Marks, Start, microseconds, rising, starts_of, value_at
-from lazysnap.cli.survival import MEMORY, OTHER_NODES
+from lazysnap.cli.survival import OTHER_NODES
 from lazysnap.events import Complete, EventFile, Protected, TrainerEnded
+from lazysnap.resolver import MEMORY
 
 CLASSES = ("productive", "waiting", "setup", "lost", "down", "restarting", "draining")
 

@@ -17,7 +17,8 @@ from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFou
 from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.store import SnapshotStore, open_store
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.manifest import TAG, Manifest
 from lazysnap.shard.names import SnapshotName, id_time_ns
@@ -42,25 +43,25 @@ _BARE: dict[str, Any] = {
 # ---------------------------------------------------------------- opening a level
 
 
-def open_place(url: str, options: Iterable[tuple[str, Any]] = ()) -> SnapshotStore:
-    """Return the store at a path or URL. Raises: LevelError, ConfigError."""
+def open_place(url: str, options: Iterable[tuple[str, Any]] = ()) -> Storage:
+    """Return the storage at a path or URL. Raises: LevelError, ConfigError."""
     if not url:
         raise ConfigError("an empty URL: name a directory or an fsspec URL")
-    return open_store(url, options=dict(options) or None)
+    return open_storage(url, options=dict(options) or None)
 
 
-def open_existing(url: str, options: Iterable[tuple[str, Any]] = ()) -> SnapshotStore:
+def open_existing(url: str, options: Iterable[tuple[str, Any]] = ()) -> Storage:
     """Like ``open_place``, for reading: a directory that does not exist is more likely misspelt than empty.
 
     Raises: also LevelError, if a local directory does not exist.
     """
-    store = open_place(url, options)
-    if isinstance(store.storage, LocalStorage) and not os.path.isdir(store.url):
+    storage = open_place(url, options)
+    if isinstance(storage, LocalStorage) and not os.path.isdir(storage.url):
         fault = "does not exist"
-        if os.path.exists(store.url):
+        if os.path.exists(storage.url):
             fault = "is not a directory"
-        raise LevelError(f"{store.url} {fault}: name the directory that holds the snapshots (step-…)")
-    return store
+        raise LevelError(f"{storage.url} {fault}: name the directory that holds the snapshots (step-…)")
+    return storage
 
 
 # ---------------------------------------------------------------- what commands say of snapshots
@@ -131,11 +132,11 @@ def show_snapshots(
 
 def list_snapshots(args: argparse.Namespace, output: Output) -> int:
     """List. Blocks: reads every manifest, no tensors. Raises: LevelError."""
-    store = open_existing(args.url, args.storage_option)
-    contents = Catalogue(store).contents(run=args.run)
+    storage = open_existing(args.url, args.storage_option)
+    contents = Catalogue(storage).contents(run=args.run)
     levels_near: list[str] = []
     if contents.is_empty:
-        levels_near = _levels_near(store)
+        levels_near = _levels_near(storage)
         output.line(_text_of_nothing(contents.url, levels_near))
     states = []
     bare_steps = []
@@ -186,20 +187,20 @@ def _text_of_nothing(url: str, levels_near: list[str]) -> str:
     return f"{text}; {where}: {', '.join(levels_near)}"
 
 
-def _levels_near(store: SnapshotStore) -> list[str]:
-    """Return levels in the directories of ``store``, or the level that it is part of: a hint, if it has no snapshots.
+def _levels_near(storage: Storage) -> list[str]:
+    """Return levels in the directories of ``storage``, or the level that it is part of: a hint, if it has no snapshots.
 
     Blocks: one listing per directory, of a few dozen at most. Raises nothing.
     """
-    parent, _, name = store.url.rpartition("/")
+    parent, _, name = storage.url.rpartition("/")
     if SnapshotName.parse(name) is not None:
         return [parent]
     levels = []
     with contextlib.suppress(LevelError, OSError, FormatError):
-        for name in sorted(store.storage.list())[:_MAX_NEIGHBOURS]:
+        for name in sorted(storage.list())[:_MAX_NEIGHBOURS]:
             with contextlib.suppress(LevelError, OSError, FormatError):  # most likely a file
-                if any(SnapshotName.parse(inner) is not None for inner in store.storage.list(name)):
-                    levels.append(f"{store.url}/{name}")
+                if any(SnapshotName.parse(inner) is not None for inner in storage.list(name)):
+                    levels.append(f"{storage.url}/{name}")
     return levels
 
 
@@ -211,12 +212,12 @@ def show(args: argparse.Namespace, output: Output) -> int:
 
     Raises: SnapshotNotFound, FormatError, LevelError.
     """
-    store = open_existing(args.url, args.storage_option)
+    storage = open_existing(args.url, args.storage_option)
 
     def opened(catalogue: Catalogue) -> tuple[Catalogue, OpenSnapshot]:
         return catalogue, open_snapshot(catalogue, catalogue.find(args.wanted, args.run), verify=True)
 
-    catalogue, snapshot = retry_if_deleted(store, opened)
+    catalogue, snapshot = retry_if_deleted(storage, opened)
     with contextlib.closing(snapshot):
         plan = snapshot.plan
         facts = _facts(catalogue, plan)
@@ -254,7 +255,7 @@ def _facts(catalogue: Catalogue, plan: RestartPlan) -> dict[str, Any]:
         checksums.append(manifest.checksums.whole)
     _, first_manifest = snapshot.files[0]
     return {
-        "url": catalogue.store.url,
+        "url": catalogue.storage.url,
         **fields_of(snapshot),
         "run_started_ns": id_time_ns(plan.run_id),
         "world_size": plan.world_size,
@@ -390,8 +391,8 @@ class Verdict:
 def verify(args: argparse.Namespace, output: Output) -> int:
     """Verify. Blocks: reads everything. Exit code 1 if anything is bad, or nothing is there. Raises: LevelError."""
     started = time.perf_counter()
-    store = open_existing(args.url, args.storage_option)
-    contents = Catalogue(store).contents(args.step, args.run)
+    storage = open_existing(args.url, args.storage_option)
+    contents = Catalogue(storage).contents(args.step, args.run)
     without_manifest = [text for _, text in contents.without_manifest]
     if args.step and not (contents.snapshots or contents.problems or without_manifest):
         raise SnapshotNotFound(f"{contents.url}: no snapshot of step {', '.join(map(str, args.step))}")
@@ -401,7 +402,7 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     problems = list(contents.problems)
     with output.bar("reading", total) as advance:
         for snapshot in contents.snapshots:
-            verdict = check(store, snapshot, advance)
+            verdict = check(storage, snapshot, advance)
             verdicts.append(verdict)
             fields.append(verdict.to_fields())
             problems += verdict.problems
@@ -417,13 +418,13 @@ def verify(args: argparse.Namespace, output: Output) -> int:
     )
 
 
-def check(store: SnapshotStore, snapshot: StoredSnapshot, advance: Callable[[int], None]) -> Verdict:
+def check(storage: Storage, snapshot: StoredSnapshot, advance: Callable[[int], None]) -> Verdict:
     """Read every byte of a snapshot's shards. Blocks. Raises: LevelError."""
     verdict = Verdict(snapshot, GOOD)
     if not snapshot.is_complete:
         verdict.state = INCOMPLETE
     for entry, manifest in snapshot.files:
-        problem = _problem_of(store.place(entry), manifest, advance)
+        problem = _problem_of(FilePlace.of(storage, entry), manifest, advance)
         if problem is None:
             continue
         if problem == GONE:

@@ -11,8 +11,9 @@ from lazysnap.cli.output import OK, Output
 from lazysnap.config import PersistentLevel
 from lazysnap.core.retention import Retention
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels.leftovers import leftovers
+from lazysnap.levels.leftovers import leftovers, sweep
 from lazysnap.levels.node_file import FilePlace, delete_files
+from lazysnap.levels.store import release
 from lazysnap.resolver import SnapshotKey
 from lazysnap.snapshots.catalogue import Catalogue, StoredSnapshot
 
@@ -64,14 +65,14 @@ class _Plan:
         """Blocks. Raises: LevelError."""
         self.seen = catalogue.contents()
         self.problems = list(self.seen.problems)
-        self._store = catalogue.store
+        self._storage = catalogue.storage
         self._output = output
         self._name = args.name
         self._count = args.keep_last or 0
         """Snapshots of a run that must be sound before others may go; 0: none may go."""
         level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
         self._retention = Retention(level.keep_last, level.keep_every_n_steps)
-        self.leftovers = [leftover.path for leftover in leftovers(self._store.storage, None)]
+        self.leftovers = [leftover.path for leftover in leftovers(self._storage, None)]
         """Objects without a commit; they are deleted unless a living writer holds them."""
         self.delete: list[StoredSnapshot] = []
         self.keep: list[tuple[StoredSnapshot, str]] = []
@@ -148,13 +149,13 @@ class _Plan:
     def _read_back(self, snapshot: StoredSnapshot) -> list[str]:
         """Return one line for each damage of a snapshot."""
         with self._output.bar(f"reading back step {snapshot.step}", snapshot.size_bytes) as advance:
-            verdict = check(self._store, snapshot, advance)
+            verdict = check(self._storage, snapshot, advance)
         if verdict.state == GONE:
             return [*verdict.problems, "it was deleted meanwhile"]
         return verdict.problems
 
     def _places(self, snapshot: StoredSnapshot) -> list[FilePlace]:
-        return [self._store.place(entry) for entry, _ in snapshot.files]
+        return [FilePlace.of(self._storage, entry) for entry, _ in snapshot.files]
 
     def carry_out(self) -> list[str]:
         """Delete, and return what was deleted. Blocks. Raises: LevelError.
@@ -163,7 +164,7 @@ class _Plan:
         """
         deleted: list[str] = []
         for snapshot in self.unnamed:
-            self._store.release(snapshot.run_id, self._name)
+            release(self._storage, snapshot.run_id, self._name)
         with self._output.bar("deleting", self.size_bytes) as advance:
             for snapshot in list(self.delete):
                 advance(snapshot.size_bytes)
@@ -174,7 +175,7 @@ class _Plan:
                     self.delete.remove(snapshot)
                     self.keep.append((snapshot, "name or symbolic link"))
                     self._output.say(f"{snapshot.location} stays: meanwhile it has a name, or became a symbolic link")
-        return [*deleted, *self._store.sweep()]
+        return [*deleted, *sweep(self._storage)]
 
     def show(self) -> None:
         """Print what is to be done."""

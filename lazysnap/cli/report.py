@@ -18,10 +18,11 @@ from lazysnap.cli.goodput import CLASSES, Account, Interruption, account
 from lazysnap.cli.history import GOODBYE, UNSEEN, levels_of, ranks_in, value_at
 from lazysnap.cli.inspecting import open_existing
 from lazysnap.cli.output import Output, count_of, percent, when
-from lazysnap.cli.survival import MEMORY, OTHER_NODES, source_text
+from lazysnap.cli.survival import OTHER_NODES, source_text
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
 from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted, read
+from lazysnap.resolver import MEMORY
 
 _BINS = 120
 _BAR_WIDTH = 32

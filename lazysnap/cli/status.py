@@ -19,10 +19,11 @@ from rich.filesize import decimal
 
 from lazysnap.cli.keepers import KeeperAnswer, KeeperProcess, ask, identities, of_this_node
 from lazysnap.cli.output import OK, Output, count_of, seconds_text
-from lazysnap.cli.survival import ALIVE, MEMORY, source_text, survival
+from lazysnap.cli.survival import ALIVE, source_text, survival
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.questions import LevelFacts, NodeState, RankState
+from lazysnap.resolver import MEMORY
 
 _ANSWER_S = 2.0
 
@@ -30,8 +31,8 @@ _ANSWER_S = 2.0
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show the jobs of this node. Blocks: at most about ``_ANSWER_S``.
 
-    Returns 1 if a keeper does not answer, a level fails or a job has another problem; for Prometheus 0 all the same,
-    because the text has the number of problems. Raises: ConfigError.
+    Returns: 1 if a keeper does not answer, a level fails or a job has another problem. For Prometheus always 0: the
+    text has the number of problems. Raises: ConfigError.
     """
     if args.prometheus and args.json:
         raise ConfigError("--prometheus and --json are two forms of the same numbers: choose one")

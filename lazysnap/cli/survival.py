@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from lazysnap.cli.output import without_beginning
 from lazysnap.keeper.questions import LevelFacts, NodeState
+from lazysnap.resolver import MEMORY
 
-MEMORY = "memory"
 OTHER_NODES = "memory of other nodes"
 ALIVE = ("attached", "away")
 """Phases of a rank whose trainer lives."""

@@ -41,7 +41,7 @@ def _add(digest: Any, value: Any) -> None:
 
 
 def bytes_of(tensor: torch.Tensor, most_bytes: int | None = None) -> bytes:
-    """Return a copy of the bytes of a tensor on the CPU, at most the first ``most_bytes``. It does without NumPy."""
+    """Return a copy of the bytes of a tensor on the CPU, at most the first ``most_bytes``. It needs no NumPy."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)[:most_bytes]
     data = bytearray(len(flat))
     if data:

@@ -43,9 +43,9 @@ class ResumableLoader(Recorded):
         loader = ResumableLoader(DataLoader(dataset, shuffle=True))
         engine = SnapshotEngine("runs/a", {"model": model, "optimizer": optimizer, "loader": loader})
 
-    After a restore its next iteration goes on behind the last batch that was trained, in the same order and with the
-    same random numbers; of an epoch that was at its end nothing is left, and that iteration is empty. Everything else
-    is the loader's own. Limits: see ``lazysnap.data.position``.
+    After a restore its next iteration continues behind the last batch that was trained, in the same order and with the
+    same random numbers. If the epoch was at its end, that iteration is empty. Everything else is the loader's own.
+    Limits: see ``lazysnap.data.position``.
     Raises: ConfigError, for what cannot be iterated again and again.
     """
 

@@ -16,7 +16,7 @@ NOT_SEARCHED = (
     "snapshot, and what they draw (augmentation) is not resumed exactly; keep the generator in an attribute of the "
     "dataset itself"
 )
-_OF_HOST = {"python", "numpy", "torch"}
+HOST_GENERATORS = {"python", "numpy", "torch"}
 """Global generators of the host; others have the type of their device as name."""
 
 
@@ -81,7 +81,7 @@ class RandomStreams:
         state = collect_rng()
         state["python"] = _pack_python(state["python"])
         state["torch"] = _pack_torch(state["torch"])
-        for kind in state.keys() - _OF_HOST:
+        for kind in state.keys() - HOST_GENERATORS:
             state[kind] = [_pack_torch(item) for item in state[kind]]
         return {**state, **self.collect_owned()}
 
@@ -97,7 +97,7 @@ class RandomStreams:
         plain = {key: value for key, value in state.items() if key != "owned"}
         plain["python"] = _unpack_python(plain["python"])
         plain["torch"] = _unpack_torch(plain["torch"])
-        for kind in plain.keys() - _OF_HOST:
+        for kind in plain.keys() - HOST_GENERATORS:
             plain[kind] = [_unpack_torch(item) for item in plain[kind]]
         restore_rng(plain)
         self.restore_owned(state)

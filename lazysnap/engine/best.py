@@ -1,11 +1,11 @@
-"""Which snapshots are kept as the best by a metric: names and retention only.
+"""The snapshots that are kept as the best by a metric: names and retention only.
 
 The names of a run at its first level are the whole record (``shard.best``). A restart reads them there, so nothing is
-captured for them, and a name counts whichever start gave it: it is of a snapshot that is stored.
+captured for them. A name counts whichever start gave it: its snapshot is stored.
 
-A better value gets its name at once. The name that is worse than ``count`` others goes at the next call, and only once
-those others are stored at every level. So at every moment the best that ever had names are there, and at most
-``count + 1`` names, where each snapshot has its name before the next call.
+A better value gets its name at once. A name that is worse than ``count`` others is released at the next call, and only
+once those others are stored at every level. So the best that ever had names are always there. There are at most
+``count + 1`` names, if each snapshot has its name before the next call.
 """
 
 import logging
@@ -39,7 +39,7 @@ class BestSnapshots:
         self._world = run.restart.world
         self._boundaries = boundaries
         self._recorder = run.recorder
-        self._client = run.recorder.memory.client
+        self._client = run.client
         self._wishes: dict[str, KeepBest] = {}
         """Arguments of the calls, by metric. The same on all ranks."""
         self._warned = False

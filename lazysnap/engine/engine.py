@@ -13,12 +13,13 @@ from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.level_checks import shared_levels
 from lazysnap.engine.messages import Messages
-from lazysnap.engine.preemption import Preemption, RankCaptures
+from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.recorder import Recorder
 from lazysnap.engine.rollback import Rollback, roll_back
 from lazysnap.engine.run import Run
-from lazysnap.engine.shutdown import Progress, Shutdown
+from lazysnap.engine.shutdown import Shutdown
 from lazysnap.engine.statistics import Statistics
+from lazysnap.engine.stored import Progress, wait_durable, wait_held_or_stored, wait_protected
 from lazysnap.errors import ConfigError, JobBusy
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
@@ -129,7 +130,7 @@ class SnapshotEngine:
         messages = Messages(Statistics(), is_first=self._world.rank == 0, speaks_for_node=place.local_rank == 0)
         self._recorder = Recorder(self._config, self._source, self._client, messages, self._world)
         self._run = self._new_run()
-        self._preemption = Preemption(self._config, self._client, self._captures, self._seal)
+        self._preemption = Preemption(self._config, self._client, self._run.captures, self._seal)
         self._boundaries = Boundaries(self._run, self._preemption)
         self._best = BestSnapshots(self._run, self._boundaries)
         self._shutdown = Shutdown(self._run, self._boundaries, self._preemption, self._best)
@@ -158,9 +159,6 @@ class SnapshotEngine:
             start=self._recorder.meta.start,
         )
         return Run(restart, self._recorder, shared)
-
-    def _captures(self) -> RankCaptures:
-        return self._shutdown.captures()
 
     def _seal(self, timeout_s: float) -> None:
         self._boundaries.seal(timeout_s)
@@ -542,15 +540,15 @@ class SnapshotEngine:
         if until == "captured":
             return self._boundaries.wait_captured(step, timeout_s)
         if until == "protected":
-            return self._shutdown.wait_protected(step, timeout_s)
-        return self._shutdown.wait_durable(step, timeout_s)
+            return wait_protected(self._run, step, timeout_s)
+        return wait_durable(self._run, step, timeout_s)
 
     def _is_to_be_stored(self, step: int, timeout_s: float) -> bool:
         """Block until the first level has ``step``, or memory keeps it for that level, which has got a name for it.
 
         ``False`` after the deadline: the level is busy with another step, and this one may be written over.
         """
-        return self._shutdown.wait_held_or_stored(step, timeout_s)
+        return wait_held_or_stored(self._run, step, timeout_s)
 
     def _flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
         """Block until the newest capture is durable at every level.

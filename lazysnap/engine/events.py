@@ -2,37 +2,17 @@
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from msgspec import structs
 
 from lazysnap.config import SnapshotConfig, due_every
 from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, StepKey
 from lazysnap.engine.messages import MessageKind, Messages
-from lazysnap.keeper.client import KeeperClient
 
 _REMEMBERED = 1024
 """Complete steps of one level that are remembered, so that none is counted twice."""
 _ALERTS = {"links": MessageKind.UNLINKED, "protection": MessageKind.NODE_UNPROTECTED}
 """Events of the alerts that are reported again while they last, and whose end is reported."""
-
-
-@dataclass(frozen=True)
-class KeeperConnection:
-    """The connection to the keeper at one moment."""
-
-    pid: int | None = None
-    """Process of the keeper; ``None`` while there is none."""
-    is_silent: bool = False
-    """True if the keeper seems to live, and does not answer."""
-
-    @classmethod
-    def of(cls, client: KeeperClient) -> "KeeperConnection":
-        """Return the present state of the connection."""
-        pid = None
-        if client.is_connected:
-            pid = client.keeper_pid
-        return cls(pid, client.is_silent)
 
 
 class KeeperEvents:
@@ -55,7 +35,10 @@ class KeeperEvents:
                 every = due_every(level.every_n_steps, config.every_n_steps)
             self._due.append(every)
         self._state = KeeperState()
-        self._connection = KeeperConnection()
+        self._pid: int | None = None
+        """Process of the keeper; ``None`` while there is none."""
+        self._is_silent = False
+        """True if that keeper seems to live, and does not answer."""
         self._start = 0
         self._from_step = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
@@ -106,14 +89,20 @@ class KeeperEvents:
 
     # ---------------------------------------------------------------- comparing
 
-    def compare(self, state: KeeperState, connection: KeeperConnection) -> None:
-        """Count and report what is new since the last call."""
+    def compare(self, state: KeeperState, pid: int | None, *, is_silent: bool = False) -> None:
+        """Count and report what is new since the last call.
+
+        Args:
+            state: the last state that a keeper sent.
+            pid: process of the keeper that is connected now; ``None`` if there is none.
+            is_silent: true if it seems to live, and does not answer.
+        """
         before = self._state
         if state.pid != before.pid:
             before = self._forget_keeper(before)
-        if connection.pid not in (None, self._connection.pid):
+        if pid not in (None, self._pid):
             before = structs.replace(before, protected=None)  # what is protected counts again
-        self._compare_connection(connection)
+        self._compare_connection(pid, is_silent=is_silent)
         if state != before:
             for index, level in enumerate(state.levels[: len(self._urls)]):
                 level_before = LevelState()
@@ -127,7 +116,6 @@ class KeeperEvents:
             if alert.about in _ALERTS:
                 self._messages.tell_again(_ALERTS[alert.about], text=alert.text)
         self._state = state
-        self._connection = connection
 
     def _forget_keeper(self, state: KeeperState) -> KeeperState:
         """Return what the next keeper's state is compared with: that keeper counts anew, and has no alert to end."""
@@ -135,21 +123,22 @@ class KeeperEvents:
             self._messages.forget(event)
         return KeeperState(protected=state.protected, name_refusals=state.name_refusals)
 
-    def _compare_connection(self, now: KeeperConnection) -> None:
-        before = self._connection
-        if before.pid is not None and now.pid != before.pid:
+    def _compare_connection(self, pid: int | None, *, is_silent: bool) -> None:
+        if self._pid is not None and pid != self._pid:
             self._messages.tell(MessageKind.KEEPER_LOST)
             self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again
-        if now.pid is None:
-            return
-        if now.pid != before.pid:
-            self._messages.forget(MessageKind.KEEPER_LOST)
-            self._messages.forget(MessageKind.KEEPER_SILENT)
-            before = KeeperConnection()
-        if now.is_silent and not before.is_silent:
-            self._messages.tell(MessageKind.KEEPER_SILENT, pid=now.pid, node=socket.gethostname(), rank=self._rank)
-        elif before.is_silent and not now.is_silent:
-            self._messages.tell_over(MessageKind.KEEPER_SILENT, pid=now.pid)
+        if pid is not None:
+            was_silent = self._is_silent
+            if pid != self._pid:
+                self._messages.forget(MessageKind.KEEPER_LOST)
+                self._messages.forget(MessageKind.KEEPER_SILENT)
+                was_silent = False
+            if is_silent and not was_silent:
+                self._messages.tell(MessageKind.KEEPER_SILENT, pid=pid, node=socket.gethostname(), rank=self._rank)
+            elif was_silent and not is_silent:
+                self._messages.tell_over(MessageKind.KEEPER_SILENT, pid=pid)
+        self._pid = pid
+        self._is_silent = is_silent
 
     # ---------------------------------------------------------------- levels
 

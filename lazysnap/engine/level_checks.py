@@ -9,9 +9,10 @@ import logging
 from collections.abc import Callable, Sequence
 
 from lazysnap.config import PersistentLevel, is_path
-from lazysnap.levels import open_store
 from lazysnap.levels.storage import Storage, probe_name
+from lazysnap.levels.store import open_storage
 from lazysnap.levels.watchdog import Beat, Watchdog
+from lazysnap.levels.watched import WatchedStorage
 from lazysnap.ranks.world import World
 
 logger = logging.getLogger("lazysnap.engine")
@@ -65,7 +66,7 @@ def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool
     """Return the result of ``work``; ``False``, if it fails or takes too long."""
 
     def watched(beat: Beat) -> bool | None:
-        return work(open_store(level.url).watched(beat).storage)
+        return work(WatchedStorage(open_storage(level.url), beat))
 
     attempt = Watchdog(watched, f"trying {level.url}", min(_DEADLINE_S, level.timeout_s))
     try:

@@ -12,7 +12,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import MemoryWish
 from lazysnap.engine import report
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
-from lazysnap.engine.events import KeeperConnection, KeeperEvents
+from lazysnap.engine.events import KeeperEvents
 from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.protection import Protection
@@ -259,7 +259,10 @@ class Memory:
 
     def follow_keeper(self) -> None:
         """Count and report what is new of the keeper, of levels and of memory since the last call."""
-        self.events.compare(self.client.state, KeeperConnection.of(self.client))
+        pid = None
+        if self.client.is_connected:
+            pid = self.client.keeper_pid
+        self.events.compare(self.client.state, pid, is_silent=self.client.is_silent)
         refusal = self._refusal()
         if refusal and self._ask_for_less(refusal):
             return

@@ -1,4 +1,4 @@
-"""Preemption: from a signal that says that the processes are about to be killed, to the end of the training.
+"""Preemption: from the signal that announces that processes will be killed, to the end of the training.
 
 ::
 
@@ -57,7 +57,7 @@ class RankCaptures:
 
 
 class _EndedBy(enum.Enum):
-    """What ends the process after a preemption signal."""
+    """The party that ends the process after a preemption signal."""
 
     PREEMPTION = enum.auto()
     """An exception at the next boundary, or else this module."""
@@ -338,7 +338,7 @@ class Preemption:
         return f"{head}; NOT DURABLE{late}: {place}; {durable}"
 
     def _place(self) -> str:
-        """Return where captures are, and what becomes of them."""
+        """Return where captures are, and whether they outlive this process."""
         keeper = self._client.keeper_pid
         place = "this process alone"
         if keeper is not None:

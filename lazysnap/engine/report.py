@@ -9,8 +9,8 @@ from rich.filesize import decimal
 from lazysnap.config import PersistentLevel, SnapshotConfig, due_every
 from lazysnap.console import duration
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
-from lazysnap.restore.lost_parts import PARITY
-from lazysnap.restore.snapshot import MEMORY, Absence, Snapshot
+from lazysnap.resolver import MEMORY, PARITY
+from lazysnap.restore.snapshot import Absence, Snapshot
 
 RUN_DIGITS = 8
 """Digits of a run's id that are shown; commands take the first digits of an id."""

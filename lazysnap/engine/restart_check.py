@@ -51,7 +51,7 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Difference:
-    """How a step that was trained again differs from before. Empty: it is identical, bit for bit."""
+    """The difference between a step that was trained again and its capture. Empty: they are identical, bit for bit."""
 
     entries: tuple[str, ...] = ()
     """Names of differing entries of the small state, and of tensors that only the one or the other has."""
@@ -174,7 +174,7 @@ class RestartCheck:
             self.report()
 
     def cancel(self) -> None:
-        """Compare nothing any more: training goes on from another state, or ends."""
+        """Compare nothing any more: training continues from another state, or ends."""
         if self._comparison is not None:
             self._comparison.is_cancelled = True
         self._comparison = None
@@ -340,7 +340,7 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
 
 
 def _differing_tagged(before: Any, after: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """As ``_differing``, of values of which one has a type. A text in them stands for bytes or a number."""
+    """Yield the same for values of which one has a type. A text in them stands for bytes or a number."""
     if not _is_tagged(before) or not _is_tagged(after) or before.keys() != after.keys() or before[TAG] != after[TAG]:
         yield ".".join(path)
     elif before[TAG] != "Path":

@@ -21,7 +21,6 @@ from lazysnap.engine.report import places, source_of
 from lazysnap.engine.run import Run
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.ranks.checks import together
-from lazysnap.resolver import RestartPlan
 from lazysnap.restore.restart import fetch_back, reseed
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.shard.names import id_after, new_id
@@ -107,8 +106,8 @@ def _find(run: Run, steps: int) -> Snapshot:
     from_step = _step_in_progress(run.recorder)
     present = run.meta.run_id
 
-    def is_wanted(plan: RestartPlan) -> bool:
-        return plan.step <= from_step - steps and run.lineage.has(plan, present)
+    def is_wanted(run_id: str, step: int) -> bool:
+        return step <= from_step - steps and run.lineage.has(run_id, step, present=present)
 
     def flaw(snapshot: Snapshot) -> str:
         name = first_not_finite(run.restart.source, snapshot.state)

@@ -8,16 +8,17 @@ from dataclasses import replace
 from functools import partial
 
 from lazysnap import faults
+from lazysnap.core.messages import StepKey
 from lazysnap.data.position import position_in
 from lazysnap.engine import report
 from lazysnap.engine.job_settings import job_settings
 from lazysnap.engine.messages import MessageKind
+from lazysnap.engine.preemption import RankCaptures
 from lazysnap.engine.recorder import Recorder
 from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
 from lazysnap.keeper.memory_inventory import MemoryEntry
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.ranks.checks import together
-from lazysnap.resolver import RestartPlan
 from lazysnap.restore.level import whole_snapshots
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.restart import Restart, fetch, reseed
@@ -43,9 +44,9 @@ class Lineage:
                 del self._steps[run_after]
         self._steps[run_id] = step
 
-    def has(self, plan: RestartPlan, present: str) -> bool:
+    def has(self, run_id: str, step: int, *, present: str) -> bool:
         """True if a snapshot is of the present run, or one that it came from."""
-        return plan.run_id == present or plan.step <= self._steps.get(plan.run_id, -1)
+        return run_id == present or step <= self._steps.get(run_id, -1)
 
 
 class Run:
@@ -62,7 +63,7 @@ class Run:
         self.restart = restart
         self.recorder = recorder
         self.meta = recorder.meta
-        self._client = recorder.memory.client
+        self.client = recorder.memory.client
         self._messages = recorder.messages
         self._shared = shared
         self.lineage = Lineage()
@@ -111,7 +112,7 @@ class Run:
         """See ``SnapshotEngine.all_steps``. Blocks."""
         restart = self.restart
         place = restart.world.place
-        memory = NodeMemory(self._client, restart.identity, place, restart.config.io_timeout_s, logger.info)
+        memory = NodeMemory(self.client, restart.identity, place, restart.config.io_timeout_s, logger.info)
         steps: dict[str, set[int]] = defaultdict(set)
         """The steps of each run."""
         try:
@@ -223,7 +224,7 @@ class Run:
         )
         start = self.meta.start_number
         self.recorder.memory.events.begin(start, max(0, self._from_step))
-        self._client.begin_start(settings, start, self._from_step, self._source)
+        self.client.begin_start(settings, start, self._from_step, self._source)
 
     def begin_once(self) -> None:
         """Print how this training starts, and ``begin``, unless that was done: beginning again would make the client
@@ -246,6 +247,36 @@ class Run:
         self._source = ""
         self.begin()
 
+    # ---------------------------------------------------------------- what there is of it
+
+    def captures(self) -> RankCaptures:
+        """Return what is captured by now, for preemption. Does not block. Thread-safe."""
+        resumed = self.resumed
+        steps = self.recorder.captures.whole_steps()
+        seen_step = self.recorder.seen_step or 0
+        if not steps and resumed is not None and resumed.only_in_memory:
+            return RankCaptures((resumed.newest_step,), self.newest_durable(), seen_step, is_resumed=True)
+        return RankCaptures(tuple(steps), self.newest_durable(), seen_step)
+
+    def newest_durable(self) -> tuple[int, str] | None:
+        """Return the newest step of this training that any level has, as far as this process knows, and its URL."""
+        resumed = self.resumed
+        newest: tuple[int, str] | None = None
+        if resumed is not None and resumed.durable_at is not None:
+            newest = (resumed.newest_step, resumed.durable_at)
+        for index, level in enumerate(self.restart.config.levels):
+            step = self.client.newest_complete(index)
+            if step < 0 and resumed is not None and self._is_stored(resumed, index):
+                step = resumed.newest_step
+            if step >= 0 and (newest is None or step > newest[0]):
+                newest = (step, level.url)
+        return newest
+
+    def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
+        """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
+        levels = self.client.state.levels
+        return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
+
     # ---------------------------------------------------------------- memory
 
     def _discard_others(self, snapshot: Snapshot) -> None:
@@ -264,7 +295,7 @@ class Run:
     def drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
         """Drop captures in memory; ``point`` is passed before each. Blocks: asks the keeper."""
         try:
-            entries = self._client.memory(self.restart.config.io_timeout_s).entries
+            entries = self.client.memory(self.restart.config.io_timeout_s).entries
         except KeeperError as error:
             logger.info("nothing in memory to go through: %s", error)
             return

@@ -1,27 +1,22 @@
-"""Waiting for storage, and how an engine ends: closed, abandoned as by a crash, or discarded."""
+"""The ends of an engine: closed, abandoned as by a crash, or discarded."""
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable
 
 from lazysnap.console import has_terminal, said_after
-from lazysnap.core.messages import Farewell, KeeperState, StepKey
+from lazysnap.core.messages import Farewell
 from lazysnap.engine import report
 from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
 from lazysnap.engine.messages import MessageKind
-from lazysnap.engine.preemption import Preemption, RankCaptures
+from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
-from lazysnap.engine.stored import stored_bytes, wait_stored
+from lazysnap.engine.stored import Progress, store_everywhere
 from lazysnap.errors import WaitTimeout
 
 _SILENCE_S = 3.0
 """Seconds that the end of a training waits for storage before it says so."""
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes of this node's part that are stored, and with all bytes, of all levels together."""
 
 
 class Shutdown:
@@ -37,7 +32,7 @@ class Shutdown:
         self._recorder = run.recorder
         self._captures = run.recorder.captures
         self._memory = run.recorder.memory
-        self._client = run.recorder.memory.client
+        self._client = run.client
         self._messages = run.recorder.messages
         self._statistics = run.recorder.messages.statistics
         self.is_closed = False
@@ -45,8 +40,6 @@ class Shutdown:
         """True if a later engine of this process took the place of this one."""
         self._has_ended_well = False
         """The result of ``close``."""
-
-    # ---------------------------------------------------------------- waiting
 
     def statistics(self) -> Statistics:
         """See ``SnapshotEngine.statistics``."""
@@ -59,83 +52,13 @@ class Shutdown:
             self._statistics.unprotected = self._memory.protection.cause
         return self._statistics.copied()
 
-    def wait_durable(self, step: int, timeout_s: float) -> bool:
-        """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.
-
-        A level takes captures as it comes to them: the newest is asked for, by all ranks.
-        """
-        client = self._client
-        newest = self._captures.newest_whole_step()
-        if newest is not None and newest >= step:
-            key = StepKey(self._run.meta.start_number, newest)
-
-            def is_settled(state: KeeperState) -> bool:
-                # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
-                return client.is_complete(step, 0) or key in state.lost
-
-            is_durable = self._world.is_alone and client.is_complete(step, 0)
-            if not is_durable:
-                client.require(newest)
-                client.wait(is_settled, timeout_s)
-        self._memory.follow_keeper()
-        return client.is_complete(step, 0)
-
-    def wait_held_or_stored(self, step: int, timeout_s: float) -> bool:
-        """Block until the first level has that very step, or the keeper holds it; ``False`` after the deadline."""
-        key = StepKey(self._run.meta.start_number, step)
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
-            levels = self._client.state.levels
-            is_stored = bool(levels) and key in levels[0].complete
-            if is_stored or self._captures.is_held(step):
-                return True
-            time.sleep(0.001)
-        return False
-
-    def wait_protected(self, step: int, timeout_s: float) -> bool:
-        """Block until that step, or a later one, survives the loss of a node; ``False`` after the deadline."""
-        start = self._run.meta.start_number
-
-        def is_protected(state: KeeperState) -> bool:
-            newest = state.protected
-            return newest is not None and newest.start == start and newest.step >= step
-
-        client = self._client
-        if not is_protected(client.state):
-            client.protect(step)
-        return client.wait(is_protected, timeout_s)
-
     def flush(self, timeout_s: float, progress: Progress | None) -> bool:
         """See ``SnapshotEngine._flush``. Blocks. Without levels: until a keeper has it."""
         self._boundaries.finish_copies()
-        done = self._store_everywhere(self._captures.newest_whole_step(), timeout_s, progress)
+        done = store_everywhere(self._run, self._captures.newest_whole_step(), timeout_s, progress)
         self._memory.follow_keeper()
         is_captured = self._recorder.last_due is None or self._captures.newest_whole_step() is not None
         return done and is_captured and not self._captures.has_lost_newest
-
-    def _store_everywhere(self, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
-        """Block until every level has that step; without levels until a keeper has it. ``None``: nothing is waited for.
-
-        ``False`` after the deadline, or once there is no hope for it.
-        """
-        if step is None:
-            return True
-        client = self._client
-        num_levels = len(self._config.levels)
-        if not num_levels:
-            return client.wait(self._has_keeper, timeout_s)
-        key = StepKey(self._run.meta.start_number, step)
-
-        def show(state: KeeperState) -> None:
-            # Every rank of the node has about as much.
-            size_bytes = self._statistics.shard_bytes * len(self._world.node_ranks)
-            if progress is not None and size_bytes:
-                progress(stored_bytes(state, key, size_bytes), size_bytes * num_levels)
-
-        return wait_stored(client, key, num_levels, timeout_s, show)
-
-    def _has_keeper(self, _: KeeperState) -> bool:
-        return self._client.is_connected
 
     # ---------------------------------------------------------------- the good end
 
@@ -221,7 +144,7 @@ class Shutdown:
             if not self._client.was_connected:
                 return True
             with self._telling(last, has_bar=progress is not None and has_terminal()):
-                return self._store_everywhere(last, self._config.drain_timeout_s, progress)
+                return store_everywhere(self._run, last, self._config.drain_timeout_s, progress)
 
         if world.is_alone or not is_common:
             return drain(newest)
@@ -308,34 +231,6 @@ class Shutdown:
             self._client.leave(Farewell.OVER, self._config.io_timeout_s)
             self._preemption.leave()
 
-    def captures(self) -> RankCaptures:
-        """Return what is captured by now, for preemption. Does not block. Thread-safe."""
-        resumed = self._run.resumed
-        steps = self._captures.whole_steps()
-        seen_step = self._recorder.seen_step or 0
-        if not steps and resumed is not None and resumed.only_in_memory:
-            return RankCaptures((resumed.newest_step,), self._newest_durable(), seen_step, is_resumed=True)
-        return RankCaptures(tuple(steps), self._newest_durable(), seen_step)
-
-    def _newest_durable(self) -> tuple[int, str] | None:
-        """Return the newest step of this training that any level has, as far as this process knows, and its URL."""
-        resumed = self._run.resumed
-        newest: tuple[int, str] | None = None
-        if resumed is not None and resumed.durable_at is not None:
-            newest = (resumed.newest_step, resumed.durable_at)
-        for index, level in enumerate(self._config.levels):
-            step = self._client.newest_complete(index)
-            if step < 0 and resumed is not None and self._is_stored(resumed, index):
-                step = resumed.newest_step
-            if step >= 0 and (newest is None or step > newest[0]):
-                newest = (step, level.url)
-        return newest
-
-    def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
-        """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
-        levels = self._client.state.levels
-        return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
-
     def _leave(self) -> None:
         self.statistics()  # the last ones with a keeper
         self.is_closed = True
@@ -351,7 +246,7 @@ class Shutdown:
         if step_in_memory is None and resumed is not None and resumed.in_memory:
             step_in_memory = resumed.newest_step
         durable_step = None
-        newest_durable = self._newest_durable()
+        newest_durable = self._run.newest_durable()
         if newest_durable is not None:
             durable_step, _ = newest_durable
         if not self._run.is_begun:

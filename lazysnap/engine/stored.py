@@ -1,10 +1,11 @@
-"""Waiting until a step is stored: what a trainer asks for, and when it gives up."""
+"""Waiting until a step is safe: what a trainer asks of its keeper, and when it gives up."""
 
 import time
 from collections.abc import Callable
 from functools import partial
 
 from lazysnap.core.messages import KeeperState, StepKey
+from lazysnap.engine.run import Run
 from lazysnap.keeper.client import KeeperClient
 
 _GIVE_UP_S = 5.0
@@ -12,8 +13,85 @@ _GIVE_UP_S = 5.0
 _LOOK_S = 0.1
 """Seconds between two looks at the time."""
 
+Progress = Callable[[int, int], None]
+"""Called with the bytes of this node's part that are stored, and with all bytes, of all levels together."""
 
-def wait_stored(
+
+def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
+    """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.
+
+    A level takes captures as it comes to them: the newest is asked for, by all ranks.
+    """
+    client = run.client
+    newest = run.recorder.captures.newest_whole_step()
+    if newest is not None and newest >= step:
+        key = StepKey(run.meta.start_number, newest)
+
+        def is_settled(state: KeeperState) -> bool:
+            # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
+            return client.is_complete(step, 0) or key in state.lost
+
+        is_durable = run.restart.world.is_alone and client.is_complete(step, 0)
+        if not is_durable:
+            client.require(newest)
+            client.wait(is_settled, timeout_s)
+    run.recorder.memory.follow_keeper()
+    return client.is_complete(step, 0)
+
+
+def wait_held_or_stored(run: Run, step: int, timeout_s: float) -> bool:
+    """Block until the first level has that very step, or the keeper holds it; ``False`` after the deadline."""
+    key = StepKey(run.meta.start_number, step)
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        levels = run.client.state.levels
+        is_stored = bool(levels) and key in levels[0].complete
+        if is_stored or run.recorder.captures.is_held(step):
+            return True
+        time.sleep(0.001)
+    return False
+
+
+def wait_protected(run: Run, step: int, timeout_s: float) -> bool:
+    """Block until that step, or a later one, survives the loss of a node; ``False`` after the deadline."""
+    start = run.meta.start_number
+
+    def is_protected(state: KeeperState) -> bool:
+        newest = state.protected
+        return newest is not None and newest.start == start and newest.step >= step
+
+    if not is_protected(run.client.state):
+        run.client.protect(step)
+    return run.client.wait(is_protected, timeout_s)
+
+
+def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
+    """Block until every level has that step; without levels until a keeper has it. ``None``: nothing is waited for.
+
+    ``False`` after the deadline, or once there is no hope for it.
+    """
+    if step is None:
+        return True
+    client = run.client
+    num_levels = len(run.restart.config.levels)
+    if not num_levels:
+
+        def has_keeper(_: KeeperState) -> bool:
+            return client.is_connected
+
+        return client.wait(has_keeper, timeout_s)
+    key = StepKey(run.meta.start_number, step)
+    # Every rank of the node has about as much.
+    size_bytes = run.recorder.messages.statistics.shard_bytes * len(run.restart.world.node_ranks)
+
+    def show(state: KeeperState) -> None:
+        if progress is not None and size_bytes:
+            progress(stored_bytes(state, key, size_bytes), size_bytes * num_levels)
+
+    return _wait_stored(client, key, num_levels, timeout_s, show)
+
+
+def _wait_stored(
     client: KeeperClient, key: StepKey, num_levels: int, timeout_s: float, show: Callable[[KeeperState], None]
 ) -> bool:
     """Block until all levels have a step of this start, or a later one.

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lazysnap import faults
+from lazysnap.data.streams import HOST_GENERATORS
 from lazysnap.errors import StateError
 from lazysnap.exports.checkpoint import save_torch
 from lazysnap.exports.job import ExportJob
@@ -24,20 +25,21 @@ from lazysnap.exports.states import mapped_state, parts_of, read_state
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
 from lazysnap.snapshots.reads import Reads
 from lazysnap.state.codec import decode
+from lazysnap.state.objects import RNG
 from lazysnap.state.scalars import plain_numbers
 
 Value = TypeVar("Value")
 
 FACTS = "accelerate"
-RNG = "rng"
 OF_EVERY_RANK = (FACTS, RNG)
 """The parts that are read from every rank; all others from rank 0."""
-_RNG_NAMES = {
+_NAMES_OF_GENERATORS = {
     "python": "random_state",
     "numpy": "numpy_random_seed",
     "torch": "torch_manual_seed",
     "cuda": "torch_cuda_manual_seed",
 }
+"""Accelerate's names of the generators that ``collect_rng`` returns."""
 
 
 def numbered(kind: str, number: int, suffix: str = "") -> str:
@@ -158,11 +160,11 @@ def _with_prefix(weights: Mapping[str, Value], prefix: str) -> dict[str, Value]:
 
 def _random_states(rank: Mapping[str, Any], index: int) -> dict[str, Any]:
     rng = rank[RNG]
-    missing = {"python", "numpy", "torch"} - set(rng)
+    missing = HOST_GENERATORS - rng.keys()
     if missing:
         raise StateError(f"rank {index} has no random state of {sorted(missing)}, which load_state() asks for")
     states = {"step": rank[FACTS].get("step", 0)}
-    for name, stock_name in _RNG_NAMES.items():
+    for name, stock_name in _NAMES_OF_GENERATORS.items():
         if name in rng:
             states[stock_name] = rng[name]
     return states

@@ -11,7 +11,7 @@ from lazysnap.config import checked_url
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import Named, filled, named_in
 from lazysnap.exports.target import ACCELERATE, FORMATS, format_of, parents_made, replaced_when_whole
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import RestartPlan
 from lazysnap.runs import LATEST
 from lazysnap.snapshots.assembly import WholeSnapshot
@@ -68,13 +68,13 @@ def export(
     """
     path = os.fspath(target)
     job = ExportJob(path=path, format=format_of(path, format))
-    store = open_store(checked_url("export", place), options=storage_options)
+    storage = open_storage(checked_url("export", place), options=storage_options)
     named = named_in(path)
 
     def attempt(catalogue: Catalogue) -> Exported:
         return write(catalogue, catalogue.find(which), job, named)
 
-    return retry_if_deleted(store, attempt)
+    return retry_if_deleted(storage, attempt)
 
 
 def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named | None = None) -> Exported:
@@ -94,7 +94,7 @@ def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named 
     with parents_made(path), place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
         notes += writer(WholeSnapshot(snapshot), job, temp)
         size_bytes = _size_of(temp)
-    return Exported(catalogue.store.url, plan.step, plan.run_id, path, job.format, size_bytes, tuple(notes))
+    return Exported(catalogue.storage.url, plan.step, plan.run_id, path, job.format, size_bytes, tuple(notes))
 
 
 def _size_of(path: str) -> int:

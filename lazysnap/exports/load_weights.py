@@ -11,7 +11,7 @@ from lazysnap.config import checked_url
 from lazysnap.errors import FormatError, SnapshotNotFound, StateError
 from lazysnap.exports.states import read_state
 from lazysnap.exports.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.runs import LATEST
 from lazysnap.shard.manifest import EXTRAS, TAG
 from lazysnap.snapshots.assembly import WholeSnapshot
@@ -51,8 +51,8 @@ def load_weights(
 
         model.load_state_dict(lazysnap.load_weights("runs/lazysnap"))
     """
-    store = open_store(checked_url("load_weights", url), options=storage_options)
-    return retry_if_deleted(store, partial(_load, which, part))
+    storage = open_storage(checked_url("load_weights", url), options=storage_options)
+    return retry_if_deleted(storage, partial(_load, which, part))
 
 
 def _load(which: str | int, part: str | None, catalogue: Catalogue) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _load(which: str | int, part: str | None, catalogue: Catalogue) -> dict[str,
             return weights
     if errors and isinstance(errors[0], StateError):
         raise errors[0]
-    url = catalogue.store.url
+    url = catalogue.storage.url
     problems = [*catalogue.problems, *catalogue.incomplete, *skipped]
     details = ""
     if problems:

@@ -1,15 +1,18 @@
 """One training of an integration: its steps and figures, its start, rollback and end; the same for all frameworks."""
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lazysnap.config import KeepBest, PersistentLevel
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments, place_beside
-from lazysnap.integrations.progress_bar import shown_later
 from lazysnap.restore.known_run import newest_run
 from lazysnap.runs import means_snapshot
 from lazysnap.shard.names import new_id
@@ -17,6 +20,8 @@ from lazysnap.state.source import StateSource
 
 _MAX_STEPS = 10_000
 """The most steps whose times are kept."""
+_NO_BAR_S = 1.0
+"""Seconds that the end of a training takes before it has a progress bar."""
 
 
 def logged_figures(
@@ -140,7 +145,7 @@ class Session:
         if not shows_bar:
             self.engine.close(drain=True)
             return
-        with shown_later() as show:
+        with _bar_later() as show:
             self.engine.close(drain=True, progress=show)
 
     def report_start(self, checkpoint: Any, how: str, step: int = 0) -> None:
@@ -157,6 +162,27 @@ class Session:
             self.engine._run.tell_start(report.from_checkpoint(str(checkpoint)))
         else:
             self.engine._run.tell_start(report.fresh(None, how=how, step=step))
+
+
+@contextlib.contextmanager
+def _bar_later() -> Iterator[Callable[[int, int], None]]:
+    """Yield a function that takes bytes done and bytes to do, and shows a bar once ``_NO_BAR_S`` are over."""
+    started_s = time.monotonic()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    # A console of its own: a display that the program has on the common one would refuse a second one.
+    progress = Progress(*columns, console=Console(stderr=True))
+    task = progress.add_task("saving the last snapshot", total=None)
+
+    def show(done_bytes: int, total_bytes: int) -> None:
+        progress.update(task, completed=done_bytes, total=total_bytes)
+        if time.monotonic() - started_s >= _NO_BAR_S:
+            progress.start()
+
+    try:
+        yield show
+    finally:
+        if progress.live.is_started:
+            progress.stop()
 
 
 class WithEngine:

@@ -30,7 +30,7 @@ from lazysnap.events import (
 from lazysnap.keeper.runtime import runtime_directory
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.names import events_file_name
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class EventFileWriter:
         """Find out where the file is. Raises: LazySnapError, if the level or the runtime directory cannot be used;
         OSError.
         """
-        storage = open_store(self._level.url, options=self._level.storage_options).storage
+        storage = open_storage(self._level.url, options=self._level.storage_options)
         if isinstance(storage, LocalStorage):
             directory = pathlib.Path(storage.url)
             is_there = (directory / self._name).exists()

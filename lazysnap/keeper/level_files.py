@@ -13,14 +13,14 @@ from lazysnap import faults
 from lazysnap.core.actions import Listed, ListLevel
 from lazysnap.core.messages import JobSettings, NamedStep, NameRefusal, StepKey
 from lazysnap.errors import ConfigError, FormatError
-from lazysnap.levels import SnapshotStore, open_store
-from lazysnap.levels.leftovers import belongs_to_run, is_stale
+from lazysnap.levels.blocks import verify
+from lazysnap.levels.leftovers import belongs_to_run, is_stale, sweep
 from lazysnap.levels.listing import parse_directory
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.storage import Storage, probe
+from lazysnap.levels.store import keep, open_storage, release
 from lazysnap.levels.watchdog import Beat
-from lazysnap.levels.watched import RateLimiter
-from lazysnap.resolver import Entry
+from lazysnap.levels.watched import RateLimiter, WatchedStorage
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import NodeName, SnapshotName, parse_file_name, parse_keep_file_name
 
@@ -31,13 +31,13 @@ class LevelFiles:
     """The files of one node at one level, for one training. All methods but the constructor block.
 
     Each task of the level has a thread of its own. One that hangs is left behind, and changes nothing here: each
-    operation of a store first calls the ``beat`` of its task, which raises by then.
+    operation of a storage first calls the ``beat`` of its task, which raises by then.
 
     Example::
 
         files = LevelFiles(settings, index=0, faster=())
-        store = files.open(control.beat)
-        listed = files.find(store, task)
+        storage = files.open(control.beat)
+        listed = files.find(storage, task)
     """
 
     def __init__(self, settings: JobSettings, index: int, faster: Sequence["LevelFiles"]) -> None:
@@ -57,10 +57,9 @@ class LevelFiles:
         """True if all nodes see the same place there."""
         self.name = NodeName(settings.node, settings.num_nodes)
         """Name of the file that this node writes."""
-        self._speed = index + 1
         self._pace = RateLimiter(level.max_bytes_per_s)
-        self._store: SnapshotStore | None = None
-        """The store, not watched: it outlives a task."""
+        self._storage: Storage | None = None
+        """The storage, not watched: it outlives a task."""
         self._is_swept = False
         self._uncommitted: set[StepKey] = set()
         """Steps that this keeper began to write, and that were not read back since."""
@@ -71,51 +70,55 @@ class LevelFiles:
         self._other_runs: dict[StepKey, str] = {}
         """The run of captures that were made before this job, in another run, and are stored all the same."""
 
-    # The store
+    # The storage
 
-    def open(self, beat: Beat) -> SnapshotStore:
-        """Return the store as one task uses it. The first call removes what dead writers left.
+    def open(self, beat: Beat) -> Storage:
+        """Return the storage as one task uses it. The first call removes what dead writers left.
 
         Args:
             beat: called before each operation. What it raises ends the task.
 
         Raises: LevelError; ConfigError; what ``beat`` raises.
         """
-        opened = self._store
+        opened = self._storage
         if opened is None:
             opened = self._open_new()
-            beat()  # a thread that was left behind does not replace the store of later tasks
-            self._store = opened
-        store = opened.watched(beat, self._pace)
+            beat()  # a thread that was left behind does not replace the storage of later tasks
+            self._storage = opened
+        storage = WatchedStorage(opened, beat, self._pace)
         if not self._is_swept:
-            removed = store.sweep(self._sweeps)
+            removed = sweep(storage, self._sweeps)
             self._is_swept = True
             if removed:
                 logger.info("%s: removed what dead runs left: %s", self.url, ", ".join(removed))
-        return store
+        return storage
 
-    def open_for_copy(self, beat: Beat) -> SnapshotStore:
-        """Return another store, for the thread of a slower level. Raises: as ``open``."""
-        return self._open_new().watched(beat)
+    def open_for_copy(self, beat: Beat) -> Storage:
+        """Return another storage, for the thread of a slower level. Raises: as ``open``."""
+        return WatchedStorage(self._open_new(), beat)
 
     def reopen(self) -> None:
-        """Open the store anew at the next task: credentials may have expired, a mount may be stale."""
-        self._store = None
+        """Open the storage anew at the next task: credentials may have expired, a mount may be stale."""
+        self._storage = None
 
     def probe(self, beat: Beat) -> None:
-        """Try a small write, with a new store. Raises: LevelError; what the storage raises."""
+        """Try a small write, opened anew. Raises: LevelError; what the storage raises."""
         self.reopen()
-        probe(self.open(beat).storage)
+        probe(self.open(beat))
 
-    def _open_new(self) -> SnapshotStore:
-        return open_store(self.url, speed=self._speed, options=self.level.storage_options)
+    def _open_new(self) -> Storage:
+        return open_storage(self.url, options=self.level.storage_options)
 
     # Names of files
 
+    def snapshot(self, key: StepKey) -> SnapshotName:
+        """Return the name of a snapshot."""
+        run_id = self._other_runs.get(key, self.settings.run)
+        return SnapshotName(run_id, key.step, f"{key.start:016x}")
+
     def directory(self, key: StepKey) -> str:
         """Return the directory of a snapshot."""
-        run_id = self._other_runs.get(key, self.settings.run)
-        return SnapshotName(run_id, key.step, f"{key.start:016x}").directory
+        return self.snapshot(key).directory
 
     def place(self, storage: Storage, key: StepKey) -> FilePlace:
         """Return the place of this node's file, written or not."""
@@ -149,25 +152,25 @@ class LevelFiles:
 
     # Listing
 
-    def find(self, store: SnapshotStore, task: ListLevel) -> Listed:
+    def find(self, storage: Storage, task: ListLevel) -> Listed:
         """Return the snapshots of the run, by their manifests and the sizes of their files. Raises: LevelError."""
         stored: list[StepKey] = []
         leftovers: list[StepKey] = []
         unusable: list[StepKey] = []
         names: list[NamedStep] = []
-        for directory in store.storage.list():
+        for directory in storage.list():
             key = self._parse_directory_name(directory)
             if key is None:
                 continue
-            file_names = store.storage.list(directory)
-            if self._is_stored(store, directory, file_names):
+            file_names = storage.list(directory)
+            if self._is_stored(storage, directory, file_names):
                 stored.append(key)
             elif self._is_uncommitted(file_names):
                 leftovers.append(key)
             elif self._manifests_to_delete(file_names):
                 unusable.append(key)
             if self.settings.node == 0:
-                names += self._names_given(store.storage, directory, key, file_names)
+                names += self._names_given(storage, directory, key, file_names)
         if stored and self.newest_directory is None:
             self.newest_directory = self.directory(max(stored))
         return Listed(
@@ -190,25 +193,25 @@ class LevelFiles:
             return None
         return StepKey(int(name.start, 16), name.step)
 
-    def _is_stored(self, store: SnapshotStore, directory: str, file_names: Sequence[str]) -> bool:
+    def _is_stored(self, storage: Storage, directory: str, file_names: Sequence[str]) -> bool:
         """True if this node's part of a snapshot is there. What is damaged does not count."""
         try:
             if self.name.manifest in file_names:
-                manifest = read_committed(FilePlace(store.storage, directory, self.name))
+                manifest = read_committed(FilePlace(storage, directory, self.name))
                 if self._is_of_this_team(manifest):
                     return True
-            return self._is_stored_by_another_team(store, directory, file_names)
+            return self._is_stored_by_another_team(storage, directory, file_names)
         except FileNotFoundError:
             return False  # it was just deleted
         except FormatError as error:
-            logger.warning("%s: %s does not count: %s", store.url, directory, error)
+            logger.warning("%s: %s does not count: %s", storage.url, directory, error)
             return False
 
     def _is_of_this_team(self, manifest: Manifest) -> bool:
         ranks = {shard.meta.rank for shard in manifest.shards}
         return manifest.meta.world_size == self.settings.world_size and ranks == set(self.settings.ranks)
 
-    def _is_stored_by_another_team(self, store: SnapshotStore, directory: str, file_names: Sequence[str]) -> bool:
+    def _is_stored_by_another_team(self, storage: Storage, directory: str, file_names: Sequence[str]) -> bool:
         """True if all manifests of a snapshot are there, and the files that fall to this node are whole.
 
         On disks of their own no node sees that all manifests are there. Raises: FormatError; FileNotFoundError.
@@ -217,7 +220,7 @@ class LevelFiles:
         if not self.is_shared or not listed.is_whole:
             return False
         for name in listed.nodes((self.settings.node, self.settings.num_nodes)):
-            read_committed(FilePlace(store.storage, directory, name))
+            read_committed(FilePlace(storage, directory, name))
         return True
 
     def _names_given(
@@ -241,28 +244,28 @@ class LevelFiles:
         if run_id != self.settings.run:
             self._other_runs[key] = run_id
 
-    def read_own_manifest(self, store: SnapshotStore, key: StepKey) -> Manifest:
+    def read_own_manifest(self, storage: Storage, key: StepKey) -> Manifest:
         """Return the manifest of this node's committed file.
 
         Raises: FileNotFoundError, if it or a shard of a rank of this node is missing; FormatError; LevelError.
         """
-        place = self.place(store.storage, key)
+        place = self.place(storage, key)
         manifest = place.read_manifest()
         missing = set(self.settings.ranks) - {shard.meta.rank for shard in manifest.shards}
         if missing:
             raise FileNotFoundError(f"{place.where}: nothing of rank {min(missing)}")
         return manifest
 
-    def read_back(self, store: SnapshotStore, key: StepKey, *, is_base_new: bool) -> None:
+    def read_back(self, storage: Storage, key: StepKey, *, is_base_new: bool) -> None:
         """Compare every byte of the file of this node with its checksums.
 
         A base that was there before is read once by each keeper, and written anew if it is damaged.
 
         Raises: FormatError, and it is no snapshot any more; LevelError.
         """
-        place = self.place(store.storage, key)
+        place = self.place(storage, key)
         try:
-            store.verify(place, skips_base=self._has_read_base and not is_base_new)
+            verify(place, skips_base=self._has_read_base and not is_base_new)
             self._has_read_base = True
         except (FormatError, FileNotFoundError) as error:
             self.newest_directory = None
@@ -271,7 +274,7 @@ class LevelFiles:
                 place.withdraw()
             if not place.is_link():
                 place.delete_or_leave()  # a place where all is read back damaged would fill up
-            raise FormatError(f"{store.url}: step {key.step}: it was read back damaged: {error}") from error
+            raise FormatError(f"{storage.url}: step {key.step}: it was read back damaged: {error}") from error
 
     def end_write(self, key: StepKey) -> None:
         """The file of this step counts from now on."""
@@ -280,16 +283,16 @@ class LevelFiles:
 
     # Deleting
 
-    def delete(self, store: SnapshotStore, keys: Sequence[StepKey]) -> None:
+    def delete(self, storage: Storage, keys: Sequence[StepKey]) -> None:
         """Delete the files of snapshots that are this node's to delete, manifests first. Raises: LevelError.
 
         Of a snapshot that has a name nothing is deleted, nor if a file is a symbolic link or is behind one.
         """
         # A level that is not there fails here. A directory that is not there would look as if it was deleted.
-        directories = set(store.storage.list())
+        directories = set(storage.list())
         for key in keys:
             if self.directory(key) in directories:
-                self._delete_snapshot(store.storage, key)
+                self._delete_snapshot(storage, key)
             self._uncommitted.discard(key)
             self._other_runs.pop(key, None)
 
@@ -322,7 +325,7 @@ class LevelFiles:
     # Names that users give
 
     def set_names(
-        self, store: SnapshotStore, added: Sequence[NamedStep], released: Sequence[NamedStep]
+        self, storage: Storage, added: Sequence[NamedStep], released: Sequence[NamedStep]
     ) -> tuple[NameRefusal, ...]:
         """Take names away from all snapshots of the run, then give names.
 
@@ -330,26 +333,13 @@ class LevelFiles:
         Raises: LevelError.
         """
         for name in sorted({named.name for named in released}):
-            store.release(self.settings.run, name)
+            release(storage, self.settings.run, name)
             faults.point("keeper.names.released")
         refused = []
         for named in added:
             try:
-                store.keep(self._entry(named.key), named.name)
+                keep(storage, self.snapshot(named.key), named.name)
                 faults.point("keeper.names.given")
             except ConfigError as error:
                 refused.append(NameRefusal(self.url, named.name, str(error)))
         return tuple(refused)
-
-    def _entry(self, key: StepKey) -> Entry:
-        """Return the facts of the first shard of this node."""
-        return Entry(
-            level=self.url,
-            speed=self._speed,
-            run_id=self.settings.run,
-            start=f"{key.start:016x}",
-            step=key.step,
-            rank=self.settings.ranks[0],
-            world_size=self.settings.world_size,
-            location=self.directory(key),
-        )

@@ -36,10 +36,12 @@ from lazysnap.core.actions import (
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.level_files import LevelFiles
 from lazysnap.keeper.slot_table import NodeSlots
-from lazysnap.levels import SnapshotStore
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource
+from lazysnap.levels.blocks import FileBlocks
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, shard_of
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import write_unless_committed
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -139,8 +141,8 @@ def _do_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskContr
         case DeleteFiles():
             files.delete(files.open(control.beat), task.keys)
         case SetNames():
-            store = files.open(control.beat)
-            return NamesSet(task.number, files.set_names(store, task.added, task.released))
+            storage = files.open(control.beat)
+            return NamesSet(task.number, files.set_names(storage, task.added, task.released))
         case ProbeLevel():
             files.probe(control.beat)
     return TaskEnded(task.number)
@@ -149,34 +151,34 @@ def _do_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskContr
 def _write(task: WriteLevel, files: LevelFiles, slots: NodeSlots, control: TaskControl) -> StepStored:
     """Write the file of the node, commit it by its manifest, read it back. Only then it counts."""
     began = time.monotonic()
-    store = files.open(control.beat)
+    storage = files.open(control.beat)
     files.begin_write(task.key)
     if task.source is None:
         faults.point("keeper.persist.begin")
-        manifest = _write_slots(task, files, slots, store, control)
+        manifest = _write_slots(task, files, slots, storage, control)
     else:
         faults.point("keeper.persist.copy")
-        manifest = _copy(task, files, files.faster[task.source], store, control)
+        manifest = _copy(task, files, files.faster[task.source], storage, control)
     seconds = time.monotonic() - began
     written_bytes = manifest.written_bytes
     logger.info("step %d committed to %s: %d bytes in %.2f s", task.key.step, files.url, written_bytes, seconds)
     faults.point("keeper.persist.committed")
-    read_back_s = _read_back(task, files, store, manifest)
+    read_back_s = _read_back(task, files, storage, manifest)
     faults.point("keeper.persist.verified")
     files.end_write(task.key)
     return StepStored(task.number, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
 
 
-def _read_back(task: WriteLevel, files: LevelFiles, store: SnapshotStore, manifest: Manifest) -> float:
+def _read_back(task: WriteLevel, files: LevelFiles, storage: Storage, manifest: Manifest) -> float:
     """Read back what was written, unless the storage checks each part as it arrives. Return the seconds that it took.
 
-    A file that was committed already was read just now (``SnapshotStore.write_file``).
+    A file that was committed already was read just now (``levels.store.write_unless_committed``).
     Raises: FormatError, and it is no snapshot any more; LevelError.
     """
-    if store.storage.checks_writes() or not manifest.written_bytes:
+    if storage.checks_writes() or not manifest.written_bytes:
         return 0.0
     began = time.monotonic()
-    files.read_back(store, task.key, is_base_new=manifest.written_bytes == manifest.size_bytes)
+    files.read_back(storage, task.key, is_base_new=manifest.written_bytes == manifest.size_bytes)
     return time.monotonic() - began
 
 
@@ -201,7 +203,7 @@ def open_captures(task: WriteLevel, slots: NodeSlots, beat: Callable[[], None]) 
 
 
 def _write_slots(
-    task: WriteLevel, files: LevelFiles, slots: NodeSlots, store: SnapshotStore, control: TaskControl
+    task: WriteLevel, files: LevelFiles, slots: NodeSlots, storage: Storage, control: TaskControl
 ) -> Manifest:
     """Write the shards of all ranks of the node out of their slots. Blocks: also until the captures are whole.
 
@@ -215,7 +217,7 @@ def _write_slots(
     first = readers[0]
     files.use_run(task.key, first.meta.run_id)
     shards = [_stored_part(reader.meta, reader, files) for reader in readers]
-    manifest = _write_shards(store, files, shards, control)
+    manifest = _write_shards(storage, files, shards, control)
     if shards == [(first.meta, first)]:  # the file is what is in memory
         _, slot_id = task.slots[0]
         control.checksums[slot_id, first.sequence] = manifest.checksums
@@ -234,7 +236,7 @@ def _check_owner(task: WriteLevel, files: LevelFiles, rank: int, meta: CaptureMe
 
 
 def _copy(
-    task: WriteLevel, files: LevelFiles, origin_files: LevelFiles, store: SnapshotStore, control: TaskControl
+    task: WriteLevel, files: LevelFiles, origin_files: LevelFiles, storage: Storage, control: TaskControl
 ) -> Manifest:
     """Write what a faster level has. Raises: CaptureAborted, if that is not whole; LevelError."""
     if origin_files.is_shared and not files.is_shared:
@@ -245,28 +247,28 @@ def _copy(
     except (FileNotFoundError, FormatError) as error:
         raise CaptureAborted(str(error)) from error
     files.use_run(task.key, manifest.meta.run_id)
-    place = origin_files.place(origin.storage, task.key)
+    place = origin_files.place(origin, task.key)
     blocks = FileBlocks(place, manifest)
     try:
         with contextlib.closing(blocks):
             blocks.header(manifest.shards[0])  # opened once: also what is deleted meanwhile is copied
-            return _write_blocks(store, files, blocks, control)
+            return _write_blocks(storage, files, blocks, control)
     except (FileNotFoundError, FormatError) as error:  # the file is not what its manifest says
         raise CaptureAborted(f"{place.where}: {error}") from error
 
 
-def _write_blocks(store: SnapshotStore, files: LevelFiles, blocks: FileBlocks, control: TaskControl) -> Manifest:
+def _write_blocks(storage: Storage, files: LevelFiles, blocks: FileBlocks, control: TaskControl) -> Manifest:
     """Write and commit the part of a file that this level gets."""
     manifest = blocks.manifest
-    source = VerifiedSource(blocks)
     is_cut = files.is_shared and any(has_shared_rows(shard.meta) for shard in manifest.shards)
     if not is_cut:
-        return store.write_file(manifest.name, manifest.shards, source, control.count, former=files.newest_directory)
+        place = FilePlace(storage, manifest.meta.name.directory, manifest.name)
+        return write_unless_committed(place, manifest.shards, blocks, control.count, former=files.newest_directory)
     parts: list[tuple[CaptureMeta, BlockSource]] = []
     for shard in manifest.shards:
-        part = SharedPart(shard.meta, source, shard.offset, shard.size_bytes)
+        part = SharedPart(shard.meta, blocks, shard.offset, shard.size_bytes)
         parts.append((part.meta, part))
-    return _write_shards(store, files, parts, control)
+    return _write_shards(storage, files, parts, control)
 
 
 def _stored_part(meta: CaptureMeta, source: BlockSource, files: LevelFiles) -> tuple[CaptureMeta, BlockSource]:
@@ -278,12 +280,13 @@ def _stored_part(meta: CaptureMeta, source: BlockSource, files: LevelFiles) -> t
 
 
 def _write_shards(
-    store: SnapshotStore, files: LevelFiles, shards: list[tuple[CaptureMeta, BlockSource]], control: TaskControl
+    storage: Storage, files: LevelFiles, shards: list[tuple[CaptureMeta, BlockSource]], control: TaskControl
 ) -> Manifest:
+    meta, source = shards[0]
+    place = FilePlace(storage, meta.name.directory, files.name)
     if len(shards) == 1:
-        meta, source = shards[0]
-        return store.write_file(
-            files.name, [shard_of(meta, source)], source, control.count, former=files.newest_directory
+        return write_unless_committed(
+            place, [shard_of(meta, source)], source, control.count, former=files.newest_directory
         )
     together = NodeSource(shards)
-    return store.write_file(files.name, together.shards, together, control.count, former=files.newest_directory)
+    return write_unless_committed(place, together.shards, together, control.count, former=files.newest_directory)

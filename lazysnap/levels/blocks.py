@@ -53,7 +53,10 @@ class Buffers:
 
 
 class Blocks(Protocol):
-    """The blocks of a node's file, or of one shard in memory. Thread-safe."""
+    """The blocks of a node's file, or of one shard in memory. Thread-safe.
+
+    They are a ``BlockSource``, too: a damaged block ends the write of a copy before the copy is visible.
+    """
 
     where: str
     """The file, for messages."""
@@ -61,6 +64,10 @@ class Blocks(Protocol):
     """The number of blocks to read at a time."""
     size_bytes: int
     block_bytes: int
+    _last: tuple[int, memoryview] | None = None
+    """The block that ``view`` read last, and its number: a header is read in small parts.
+
+    Invariant: both are replaced at once, because several threads read."""
 
     def block(self, index: int, buffers: Buffers) -> AbstractContextManager[memoryview]:
         """Return one block, compared. Blocks. Raises: FormatError, naming it; LevelError; FileNotFoundError."""
@@ -68,10 +75,36 @@ class Blocks(Protocol):
 
     def release(self) -> None:
         """Close the file, unless it is to stay open. The next ``block`` opens it again. May be called twice."""
-        return
+        self._last = None
 
     def close(self) -> None:
         """Close the file. The next ``block`` opens it again. May be called twice."""
+        self._last = None
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """See ``BlockSource.view``. Raises: as ``block``."""
+        out = map_anonymous(length)
+        stop = min(offset + length, self.size_bytes)
+        for index in range(offset // self.block_bytes, -(-stop // self.block_bytes)):
+            data = self._last_or_read(index)
+            start = index * self.block_bytes
+            if start == offset and len(data) == length:
+                return data  # the usual case: both places have blocks of one size
+            first = max(start, offset)
+            last = min(start + len(data), stop)
+            out[first - offset : last - offset] = data[first - start : last - start]
+        return out
+
+    def _last_or_read(self, index: int) -> memoryview:
+        last = self._last
+        if last is not None and last[0] == index:
+            return last[1]
+        with self.block(index, Buffers()) as data:  # in new memory, because the block is kept
+            self._last = (index, data)
+        return data
+
+    def finish(self) -> None:
+        """See ``BlockSource.finish``. Nothing to do: every block was compared when it was read."""
         return
 
 
@@ -157,6 +190,7 @@ class FileBlocks(Blocks):
     def close(self) -> None:
         """See ``Blocks``."""
         self._kept.clear()
+        self._last = None
         with self._opening:
             readers = self._readers
             self._readers = ()
@@ -192,47 +226,6 @@ class MemoryBlocks(Blocks):
         fill({self: [WantedBytes(0, min(size_bytes, self.size_bytes), _discard)]})
 
 
-class VerifiedSource:
-    """A committed file as a ``BlockSource``: a damaged block ends the write before the copy is visible."""
-
-    def __init__(self, blocks: Blocks, progress: Progress = no_progress) -> None:
-        self.size_bytes = blocks.size_bytes
-        self._blocks = blocks
-        self._progress = progress
-        self._last: tuple[int, memoryview] | None = None
-        """The block that was read last, and its number: a header is read from it in small parts.
-
-        Invariant: both are replaced at once, because several threads read."""
-
-    def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. Raises: FormatError."""
-        block_bytes = self._blocks.block_bytes
-        out = map_anonymous(length)
-        stop = min(offset + length, self.size_bytes)
-        for index in range(offset // block_bytes, -(-stop // block_bytes)):
-            data = self._block(index)
-            start = index * block_bytes
-            if start == offset and len(data) == length:
-                out = data  # the usual case: both places have blocks of one size
-                break
-            first = max(start, offset)
-            last = min(start + len(data), stop)
-            out[first - offset : last - offset] = data[first - start : last - start]
-        self._progress(stop - offset)
-        return out
-
-    def _block(self, index: int) -> memoryview:
-        last = self._last
-        if last is not None and last[0] == index:
-            return last[1]
-        with self._blocks.block(index, Buffers()) as data:  # in new memory, because the block is kept
-            self._last = (index, data)
-        return data
-
-    def finish(self) -> None:
-        """Nothing to do: every block was compared when it was read."""
-
-
 def read_node_file(
     place: FilePlace, manifest: Manifest, *, skips_base: bool = False, progress: Progress = no_progress
 ) -> None:
@@ -246,6 +239,13 @@ def read_node_file(
         for shard in manifest.shards:
             shard.layout(blocks.header(shard), place.where)
         fill({blocks: _all_bytes(manifest, skips_base=skips_base)}, progress=progress)
+
+
+def verify(place: FilePlace, *, skips_base: bool = False) -> Manifest:
+    """Read a manifest, then the file as ``read_node_file``; return the manifest. Blocks. Raises: as that function."""
+    manifest = place.read_manifest()
+    read_node_file(place, manifest, skips_base=skips_base)
+    return manifest
 
 
 def _all_bytes(manifest: Manifest, *, skips_base: bool) -> list[WantedBytes]:

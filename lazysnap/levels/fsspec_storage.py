@@ -265,18 +265,12 @@ class FsspecStorage(Storage):
             modified = modified.replace(tzinfo=datetime.timezone.utc)
         return time.time() - modified.timestamp()
 
-    def age_s(self, path: str) -> float | None:
-        """See ``Storage.age_s``. Uses the place's clock, if this process has measured it (``abilities``)."""
+    def _age_s(self, path: str) -> float | None:
+        """See ``Storage._age_s``. A test write measures the place's clock."""
         age_s = self._age_by_our_clock_s(path)
-        abilities = _abilities.get(self._place())
-        if age_s is None or abilities is None:
-            return age_s
-        return age_s + abilities.clock_ahead_s
-
-    def is_stale(self, path: str) -> bool:
-        """See ``Storage.is_stale``."""
-        self.abilities()  # measures the place's clock
-        return super().is_stale(path)
+        if age_s is None:
+            return None
+        return age_s + self.abilities().clock_ahead_s
 
     # ---------------------------------------------------------------- deleting
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lazysnap import faults
 from lazysnap.errors import FormatError
 from lazysnap.levels.files import TEMPORARY
-from lazysnap.levels.storage import Storage, is_probe
+from lazysnap.levels.storage import Storage, is_probe, os_errors_named
 from lazysnap.shard.limits import MAX_SMALL_OBJECT_BYTES
 from lazysnap.shard.names import (
     NodeName,
@@ -73,8 +73,7 @@ def leftovers(storage: Storage, is_ours: IsOurs | None) -> Iterator[Leftover]:
         elif is_directory_of_ours(name) and not storage.is_link(name):
             names = storage.list(name)
             yield from _in_directory(storage, name, names, is_ours)
-            if any(map(parse_keep_file_name, names)):
-                yield from map(Leftover, _lone_names(storage, name))
+            yield from _lone_names(storage, name, names)
 
 
 def _in_directory(storage: Storage, directory: str, names: Sequence[str], is_ours: IsOurs | None) -> Iterator[Leftover]:
@@ -101,17 +100,14 @@ def belongs_to_run(storage: Storage, path: str) -> bool:
         return False
 
 
-def _lone_names(storage: Storage, directory: str) -> list[str]:
-    """Return the paths of names in a directory whose snapshot was deleted: nothing else is in it by now."""
-    names = storage.list(directory)
+def _lone_names(storage: Storage, directory: str, names: Sequence[str]) -> Iterator[Leftover]:
+    """Yield the names (``keep-…``) in a directory whose snapshot was deleted: nothing else is in it."""
     if any(parse_keep_file_name(name) is None for name in names):
-        return []
-    paths = []
+        return
     for name in names:
         path = f"{directory}/{name}"
         if belongs_to_run(storage, path) and is_stale(storage, path):
-            paths.append(path)
-    return paths
+            yield Leftover(path)
 
 
 def is_empty_and_stale(storage: Storage, directory: str) -> bool:
@@ -132,16 +128,20 @@ def is_stale(storage: Storage, path: str) -> bool:
         return False
 
 
-def sweep(storage: Storage, is_ours: IsOurs | None) -> list[str]:
-    """See ``SnapshotStore.sweep``."""
+def sweep(storage: Storage, is_ours: IsOurs | None = None) -> list[str]:
+    """Delete files that dead writers left, and return their paths. Blocks. Raises: LevelError.
+
+    ``is_ours``: the nodes whose files are deleted; ``None``: all. Files of a living writer always stay.
+    """
     deleted = []
-    for leftover in leftovers(storage, is_ours):
-        faults.point("level.store.sweep")
-        if storage.delete_abandoned(leftover.path, unless=leftover.unless):
-            deleted.append(leftover.path)
-    directories = {path.split("/")[0] for path in deleted}
-    for directory in filter(is_directory_of_ours, storage.list()):
-        if directory in directories or is_empty_and_stale(storage, directory):
-            storage.delete_directory(directory)
-    # No listing shows the uploads of dead writers, and they cost money.
-    return [*deleted, *storage.abort_stale()]
+    with os_errors_named(storage.url, "sweeping"):
+        for leftover in leftovers(storage, is_ours):
+            faults.point("level.store.sweep")
+            if storage.delete_abandoned(leftover.path, unless=leftover.unless):
+                deleted.append(leftover.path)
+        directories = {path.split("/")[0] for path in deleted}
+        for directory in filter(is_directory_of_ours, storage.list()):
+            if directory in directories or is_empty_and_stale(storage, directory):
+                storage.delete_directory(directory)
+        # No listing shows the uploads of dead writers, and they cost money.
+        return [*deleted, *storage.abort_stale()]

@@ -10,7 +10,7 @@ from typing import Any
 
 from lazysnap.errors import LevelError
 from lazysnap.levels.storage import Storage
-from lazysnap.shard.names import NodeName, is_directory_of_ours, parse_file_name, parse_keep_file_name
+from lazysnap.shard.names import NodeName, SnapshotName, is_directory_of_ours, parse_file_name, parse_keep_file_name
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ class Directory:
     """The first file, or base of one, that has no manifest; empty if each has one."""
     mark: Any = None
     """The id of a file system: distinguishes directories of the same name on different disks."""
+
+    @property
+    def snapshot(self) -> SnapshotName:
+        """The snapshot in it: only directories with the name of one are listed."""
+        snapshot = SnapshotName.parse(self.name)
+        assert snapshot is not None
+        return snapshot
 
     @property
     def is_whole(self) -> bool:
@@ -104,14 +111,14 @@ def parse_directory(name: str, files: Sequence[str], mark: Any = None) -> Direct
     return Directory(name, _ranges(committed), tuple(names), bare, mark)
 
 
-def without_manifest(url: str, step: int, directory: Directory, consequence: str = "passed over") -> str:
+def without_manifest(url: str, directory: Directory, consequence: str = "passed over") -> str:
     """Return the message about a snapshot that is not complete because its directory has a bare file.
 
     ``consequence``: for that step.
     """
     return (
-        f"step {step} {consequence}: {url}/{directory.name}/{directory.bare} is there without its manifest, "
-        "which is written last: it was deleted, or its writer died before"
+        f"step {directory.snapshot.step} {consequence}: {url}/{directory.name}/{directory.bare} is there without its "
+        "manifest, which is written last: it was deleted, or its writer died before"
     )
 
 

@@ -366,13 +366,16 @@ class LocalStorage(Storage):
                     return True
         return False
 
-    def age_s(self, path: str) -> float:
-        """Return the seconds since the later of both times: a copy may have been given the time of its original."""
+    def _age_s(self, path: str) -> float:
+        """See ``Storage._age_s``."""
         with self._naming(f"looking at {path}"):
-            return self._age_s(os.lstat(self._path(path)))
+            return self._age_of(os.lstat(self._path(path)))
 
-    def _age_s(self, facts: os.stat_result) -> float:
-        """Return the age by the clock of the file system, which may be on another host: a new file shows its time."""
+    def _age_of(self, facts: os.stat_result) -> float:
+        """Return the seconds since the later of both times: a copy may have been given the time of its original.
+
+        The clock is that of the file system, which may be on another host: a new file shows its time.
+        """
         try:
             with tempfile.TemporaryFile(dir=self.url) as probe:
                 now_s = os.fstat(probe.fileno()).st_mtime
@@ -419,7 +422,7 @@ class LocalStorage(Storage):
             if not stat.S_ISREG(facts.st_mode):
                 return False
             is_locked = _lock(handle)
-            if is_locked is False or (is_locked is None and self._age_s(facts) < self.abandoned_after_s):
+            if is_locked is False or (is_locked is None and self._age_of(facts) < self.abandoned_after_s):
                 return False
             # Checked under the lock, which a writer releases only after its commit.
             if unless is not None and self._path_exists(unless):

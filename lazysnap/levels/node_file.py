@@ -35,6 +35,13 @@ class FilePlace:
     directory: str
     name: NodeName
 
+    @classmethod
+    def of(cls, storage: Storage, entry: Entry) -> "FilePlace":
+        """Return the place of the file that holds a shard, which is at a level."""
+        name = NodeName.parse(entry.file)
+        assert name is not None, f"{entry} is in memory"
+        return cls(storage, entry.snapshot.directory, name)
+
     @property
     def file_path(self) -> str:
         """The file's path in the storage."""
@@ -130,13 +137,13 @@ def delete_files(places: Sequence[FilePlace]) -> bool:
     return True
 
 
-def entries_of(manifest: Manifest, level: str, speed: int, directory: str) -> list[Entry]:
-    """Return the entries of a committed file, one for each rank."""
+def entries_of(manifest: Manifest, level: str) -> list[Entry]:
+    """Return the entries of a committed file at a level, one for each rank."""
     entries = []
     for shard in manifest.shards:
         meta = shard.meta
         capture = (meta.run_id, meta.start, meta.step, meta.rank, meta.world_size)
-        entries.append(Entry(level, speed, *capture, directory, file=manifest.name.text))
+        entries.append(Entry(level, *capture, file=manifest.name.text))
     return entries
 
 

@@ -96,61 +96,22 @@ class S3Driver(FsspecStore):
         _check_options("storage_options", options)
         _check_options("config_kwargs", config)
         _check_options("s3_additional_kwargs", attributes)
-        is_anonymous = bool(options.get("anon"))
-        style = config.get("s3") or {}
         limits = {**LIMITS_S, **config}
-        client = {"use_ssl": options.get("use_ssl", True), **(options.get("client_kwargs") or {})}
-        for option, argument in _OF_CLIENT.items():
-            if options.get(option) is not None:
-                client[argument] = options[option]
+        is_anonymous = bool(options.get("anon"))
+        client = _client_arguments(options)
         self._session = botocore.session.Session(profile=options.get("profile"))
         settings = {"retries": {"total_max_attempts": 1}, **limits}
         if is_anonymous:
             settings["signature_version"] = botocore.UNSIGNED
         self._client = self._session.create_client("s3", config=Config(**settings), **client)
         self._bucket = bucket
-        endpoint = str(self._client.meta.endpoint_url)
-        self.place = (endpoint, bucket)
-        is_virtual = style.get("addressing_style") == "virtual"
-        if is_virtual:
-            endpoint = endpoint.replace("://", f"://{bucket}.", 1)
-        store_config = {
-            "endpoint": endpoint,
-            "region": self._client.meta.region_name,
-            "skip_signature": is_anonymous,
-            "request_payer": bool(options.get("requester_pays")),
-            # A signature over the bodies costs more than sending them.
-            "unsigned_payload": not style.get("payload_signing_enabled"),
-            "virtual_hosted_style_request": is_virtual,
-            "disable_bulk_delete": True,  # some servers lack it
-        }
+        self.place = (str(self._client.meta.endpoint_url), bucket)
         self.sends_checksums = config.get("request_checksum_calculation") != "when_required"
         """True if each object and part is sent with its checksum."""
-        if self.sends_checksums:
-            store_config["checksum_algorithm"] = "crc64nvme"
-        for option, argument in _OF_STORE.items():
-            value = {**client, **attributes}.get(option)
-            if value:
-                store_config[argument] = value
-        verify = client.get("verify")
-        client_options = {
-            "allow_http": True,
-            "allow_invalid_certificates": verify is False,
-            "connect_timeout": timedelta(seconds=limits["connect_timeout"]),
-            "timeout": timedelta(seconds=limits["read_timeout"]),
-        }
-        if isinstance(verify, str):
-            client_options["root_certificate"] = Path(verify).read_bytes()
-        # The pauses are drawn between the first and ``base`` times the last: twice would not grow.
-        backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 4}
         arguments: Any = {
-            "config": store_config,
-            "client_options": client_options,
-            "retry_config": {
-                "max_retries": 100,
-                "retry_timeout": timedelta(seconds=PATIENCE_S),
-                "backoff": backoff,
-            },
+            "config": self._store_config(options, {**client, **attributes}),
+            "client_options": _client_options(limits, client.get("verify")),
+            "retry_config": _retries(),
         }
         if not is_anonymous and "aws_access_key_id" not in client:
             arguments["credential_provider"] = self._credentials
@@ -158,6 +119,30 @@ class S3Driver(FsspecStore):
         self._attributes = attributes
         """Attributes of each new object."""
         self._store = self._construct_store(bucket)
+
+    def _store_config(self, options: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of obstore. ``values``: arguments of botocore that obstore has, too."""
+        style = (options.get("config_kwargs") or {}).get("s3") or {}
+        is_virtual = style.get("addressing_style") == "virtual"
+        endpoint, bucket = self.place
+        if is_virtual:
+            endpoint = endpoint.replace("://", f"://{bucket}.", 1)
+        config = {
+            "endpoint": endpoint,
+            "region": self._client.meta.region_name,
+            "skip_signature": bool(options.get("anon")),
+            "request_payer": bool(options.get("requester_pays")),
+            # A signature over the bodies costs more than sending them.
+            "unsigned_payload": not style.get("payload_signing_enabled"),
+            "virtual_hosted_style_request": is_virtual,
+            "disable_bulk_delete": True,  # some servers lack it
+        }
+        if self.sends_checksums:
+            config["checksum_algorithm"] = "crc64nvme"
+        for name, argument in _OF_STORE.items():
+            if values.get(name):
+                config[argument] = values[name]
+        return config
 
     def _credentials(self) -> dict[str, Any]:
         credentials = self._session.get_credentials()
@@ -251,6 +236,35 @@ def _check_options(where: str, options: Mapping[str, Any]) -> None:
     unknown = sorted(options.keys() - set(_KNOWN[where]))
     if unknown:
         raise ValueError(f"{where} {unknown} are not supported here; use {', '.join(_KNOWN[where])}")
+
+
+def _client_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments for a client of botocore."""
+    arguments = {"use_ssl": options.get("use_ssl", True), **(options.get("client_kwargs") or {})}
+    for option, argument in _OF_CLIENT.items():
+        if options.get(option) is not None:
+            arguments[argument] = options[option]
+    return arguments
+
+
+def _client_options(limits: Mapping[str, Any], verify: object) -> dict[str, Any]:
+    """Return obstore's options of connections. ``verify``: false, or the file of a root certificate; else its own."""
+    options: dict[str, Any] = {
+        "allow_http": True,
+        "allow_invalid_certificates": verify is False,
+        "connect_timeout": timedelta(seconds=limits["connect_timeout"]),
+        "timeout": timedelta(seconds=limits["read_timeout"]),
+    }
+    if isinstance(verify, str):
+        options["root_certificate"] = Path(verify).read_bytes()
+    return options
+
+
+def _retries() -> dict[str, Any]:
+    """Return obstore's settings of retries."""
+    # The pauses are drawn between the first and ``base`` times the last: twice would not grow.
+    backoff = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 4}
+    return {"max_retries": 100, "retry_timeout": timedelta(seconds=PATIENCE_S), "backoff": backoff}
 
 
 class Upload:

@@ -1,13 +1,14 @@
 """Interface of a place for snapshots. Levels move bytes; they never re-serialize them."""
 
+import contextlib
 import errno
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from lazysnap.errors import LevelError
+from lazysnap.errors import LazySnapError, LevelError
 from lazysnap.shard.limits import MAX_MANIFEST_BYTES
 
 MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
@@ -124,10 +125,6 @@ class Storage(ABC):
         """Bytes of an object."""
 
     @abstractmethod
-    def age_s(self, path: str) -> float | None:
-        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place has no times."""
-
-    @abstractmethod
     def delete(self, path: str) -> None:
         """Remove an object, durably. A missing object is no error. Symbolic links are not followed."""
 
@@ -179,8 +176,12 @@ class Storage(ABC):
         return True
 
     def _is_older(self, path: str, seconds: float) -> bool:
-        age = self.age_s(path)
+        age = self._age_s(path)
         return age is not None and age >= seconds
+
+    def _age_s(self, path: str) -> float | None:
+        """Return the seconds since an object changed, by the place's own clock; ``None`` if the place has no times."""
+        return None
 
     def abort_stale(self) -> Sequence[str]:
         """Abort uploads whose writers are dead and that no listing shows. Return their names."""
@@ -221,6 +222,17 @@ def probe(storage: Storage) -> None:
         storage.delete(path)
     if read_back != written:
         raise LevelError(f"{path}: what was written was read back as {read_back!r:.40}")
+
+
+@contextlib.contextmanager
+def os_errors_named(url: str, action: str) -> Iterator[None]:
+    """Turn OSError into LevelError within the context. Errors of this package stay."""
+    try:
+        yield
+    except LazySnapError:
+        raise
+    except OSError as error:
+        raise level_error(url, action, error) from error
 
 
 def level_error(url: str, action: str, error: OSError) -> LevelError:

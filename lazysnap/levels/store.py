@@ -8,35 +8,33 @@ The layout (docs/format.md)::
     step-00001000-<run>-<start>/keep-before-anneal
 
 The name of a directory determines its content, so no two writers ever use the same name for different bytes.
+
+All functions block. They are thread-safe for different steps.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from lazysnap import faults
 from lazysnap.config import check_url, is_path, resolve_url
-from lazysnap.errors import ConfigError, FormatError, LazySnapError, LevelError
-from lazysnap.levels.blocks import read_node_file
-from lazysnap.levels.leftovers import IsOurs, belongs_to_run, sweep
+from lazysnap.errors import ConfigError, FormatError, LevelError
+from lazysnap.levels.blocks import verify
+from lazysnap.levels.leftovers import belongs_to_run
 from lazysnap.levels.listing import list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.node_file import FilePlace, write_node_file
 from lazysnap.levels.source import BlockSource, Progress, no_progress
-from lazysnap.levels.storage import Storage, level_error
-from lazysnap.levels.watchdog import Beat
-from lazysnap.levels.watched import RateLimiter, WatchedStorage
-from lazysnap.resolver import Entry
+from lazysnap.levels.storage import Storage, os_errors_named
 from lazysnap.shard.manifest import Manifest, Shard
-from lazysnap.shard.names import NodeName, SnapshotName, check_name, keep_file_name
+from lazysnap.shard.names import SnapshotName, check_name, keep_file_name
 
 logger = logging.getLogger(__name__)
 
 
-def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = None) -> "SnapshotStore":
-    """Return the store at a path or fsspec URL. Does no I/O for local paths.
+def open_storage(url: str, *, options: Mapping[str, Any] | None = None) -> Storage:
+    """Return the storage at a path or fsspec URL. Does no I/O for local paths.
 
     Raises: LevelError, if fsspec does not know the protocol or lacks its package; ConfigError, for an ``s3://``
     URL that holds credentials.
@@ -44,156 +42,106 @@ def open_store(url: str, *, speed: int = 1, options: Mapping[str, Any] | None = 
     check_url(url)
     url = resolve_url(url)
     if is_path(url):
-        return SnapshotStore(LocalStorage(url), speed=speed)
+        return LocalStorage(url)
     # fsspec costs 0.1 s that local levels need not pay.
     if urlsplit(url).scheme in ("s3", "s3a"):
         try:
             from lazysnap.levels.s3 import S3Storage
         except ImportError as error:
             raise LevelError(f"{url}: needs obstore: pip install 'lazysnap[s3]'") from error
-        return SnapshotStore(S3Storage(url, options), speed=speed)
+        return S3Storage(url, options)
     from lazysnap.levels.fsspec_storage import FsspecStorage
 
-    return SnapshotStore(FsspecStorage(url, options), speed=speed)
+    return FsspecStorage(url, options)
 
 
-class SnapshotStore:
-    """All snapshots at one level. Thread-safe for different steps. Every method blocks.
+# ---------------------------------------------------------------- writing
 
-    Raises: LevelError, if the level does not answer or refuses.
+
+def write_unless_committed(
+    place: FilePlace,
+    shards: Sequence[Shard],
+    source: BlockSource,
+    progress: Progress = no_progress,
+    *,
+    former: str | None = None,
+) -> Manifest:
+    """Write and commit a node's file, and return its manifest. A file that is committed already is not written again.
+
+    On return, file and manifest survive a power cut. The arguments are those of ``write_node_file``.
+    Raises: LevelError, also if other ranks committed a file of that name, which stays; CaptureAborted; as
+    ``source``. On an error nothing of the file stays.
     """
+    with os_errors_named(place.storage.url, f"writing step {shards[0].meta.step}"):
+        manifest = _committed(place, shards)
+        if manifest is None:
+            manifest = write_node_file(place, shards, source, former=former, progress=progress)
+    # Nothing after the commit may fail the snapshot.
+    faults.point("level.store.committed")
+    return manifest
 
-    def __init__(self, storage: Storage, *, speed: int = 1) -> None:
-        self.storage = storage
-        self.url = storage.url
-        self.speed = speed
 
-    def watched(self, beat: Beat, pace: RateLimiter | None = None) -> "SnapshotStore":
-        """Return this store as one task uses it, over a ``WatchedStorage``."""
-        return SnapshotStore(WatchedStorage(self.storage, beat, pace), speed=self.speed)
+def _committed(place: FilePlace, shards: Sequence[Shard]) -> Manifest | None:
+    """Return the manifest, if an earlier keeper committed these captures and they read back whole.
 
-    # ---------------------------------------------------------------- writing
-
-    def write_file(
-        self,
-        name: NodeName,
-        shards: Sequence[Shard],
-        source: BlockSource,
-        progress: Progress = no_progress,
-        *,
-        former: str | None = None,
-    ) -> Manifest:
-        """Write and commit a node's file, and return its manifest. The source may still receive later bytes.
-
-        ``former``: directory of a snapshot of this node, whose base may serve this one, too.
-
-        On return, file and manifest survive a power cut. A file that is committed already is not written again.
-        Raises: LevelError, also if other ranks committed a file of that name, which stays; CaptureAborted; as
-        ``source``. On an error nothing of the file stays.
-        """
-        meta = shards[0].meta
-        place = FilePlace(self.storage, meta.name.directory, name)
-        with self._naming(f"writing step {meta.step}"):
-            manifest = self._committed(place, shards)
-            if manifest is None:
-                manifest = write_node_file(place, shards, source, former=former, progress=progress)
-        # Nothing after the commit may fail the snapshot.
-        faults.point("level.store.committed")
-        return manifest
-
-    def _committed(self, place: FilePlace, shards: Sequence[Shard]) -> Manifest | None:
-        """Return the manifest, if an earlier keeper committed these captures and they read back whole.
-
-        ``None``, if the file is missing or damaged. Raises: LevelError, if other ranks wrote it.
-        """
-        try:
-            committed = place.read_manifest()
-            if _ranks(committed.shards) != _ranks(shards):
-                raise LevelError(
-                    f"{place.where}: holds ranks {_ranks(committed.shards)} of another writer; not replaced by ranks "
-                    f"{_ranks(shards)}"
-                )
-            if committed.shards != tuple(shards):
-                return None
-            return self.verify(place)
-        except (FormatError, FileNotFoundError):
+    ``None``, if the file is missing or damaged. Raises: LevelError, if other ranks wrote it.
+    """
+    try:
+        committed = place.read_manifest()
+        if _ranks(committed.shards) != _ranks(shards):
+            raise LevelError(
+                f"{place.where}: holds ranks {_ranks(committed.shards)} of another writer; not replaced by ranks "
+                f"{_ranks(shards)}"
+            )
+        if committed.shards != tuple(shards):
             return None
-
-    @contextlib.contextmanager
-    def _naming(self, action: str) -> Iterator[None]:
-        """Turn OSError into LevelError within the context. Errors of this package stay."""
-        try:
-            yield
-        except LazySnapError:
-            raise
-        except OSError as error:
-            raise level_error(self.url, action, error) from error
-
-    # ---------------------------------------------------------------- reading
-
-    def place(self, entry: Entry) -> FilePlace:
-        """Return the place of an entry's files."""
-        name = NodeName.parse(entry.file)
-        assert name is not None, f"{entry} is in memory"
-        return FilePlace(self.storage, entry.location, name)
-
-    def verify(self, place: FilePlace, *, skips_base: bool = False) -> Manifest:
-        """Read a node's file, compare every block with its checksum, and return the manifest.
-
-        Raises: FormatError, naming file and block; FileNotFoundError; LevelError.
-
-        Args:
-            place: the file.
-            skips_base: do not read the base of the file.
-        """
-        manifest = place.read_manifest()
-        read_node_file(place, manifest, skips_base=skips_base)
-        return manifest
-
-    # ---------------------------------------------------------------- keeping and deleting
-
-    def keep(self, entry: Entry, name: str) -> None:
-        """Give a snapshot a name: retention keeps it until ``release``. Raises: ConfigError, for a bad name."""
-        check_name(name)
-        file = keep_file_name(name)
-        with self._naming(f"naming step {entry.step} {name!r}"):
-            if file in self.storage.list(entry.location) and self._belongs_to_others(entry.location, file):
-                raise ConfigError(f"{self.url}/{entry.location}/{file}: a file of somebody else; take another name")
-            self.storage.put(f"{entry.location}/{file}", entry.run_id.encode())
-
-    def release(self, run_id: str | None, name: str) -> list[str]:
-        """Take a name from the snapshots of a run (``None``: of all runs). Return the directories that had it."""
-        freed = []
-        file = keep_file_name(name)
-        # No manifest is read: every node of a training does this.
-        for directory in list_names(self.storage).directories:
-            snapshot = SnapshotName.parse(directory.name)
-            if snapshot is None or name not in directory.names or run_id not in (None, snapshot.run_id):
-                continue
-            if self._is_our_name(directory.name, file):
-                self.storage.delete(f"{directory.name}/{file}")
-                freed.append(directory.name)
-            elif self._belongs_to_others(directory.name, file):
-                logger.warning("%s/%s/%s: not deleted, no run wrote it", self.url, directory.name, file)
-        return freed
-
-    def _belongs_to_others(self, directory: str, file: str) -> bool:
-        """True if there is a ``keep-…`` object that no run gave. Another node may delete it meanwhile."""
-        return not self._is_our_name(directory, file) and self.storage.exists(f"{directory}/{file}")
-
-    def _is_our_name(self, directory: str, file: str) -> bool:
-        """True if a run gave a ``keep-…`` object, which its content shows."""
-        path = f"{directory}/{file}"
-        return belongs_to_run(self.storage, path) and not self.storage.is_link(path)
-
-    def sweep(self, is_ours: IsOurs | None = None) -> list[str]:
-        """Delete files that dead writers left (``levels.leftovers``), and return their paths.
-
-        ``is_ours``: the nodes whose files are deleted; ``None``: all. Files of a living writer always stay.
-        """
-        with self._naming("sweeping"):
-            return sweep(self.storage, is_ours)
+        return verify(place)
+    except (FormatError, FileNotFoundError):
+        return None
 
 
 def _ranks(shards: Sequence[Shard]) -> list[int]:
     return [shard.meta.rank for shard in shards]
+
+
+# ---------------------------------------------------------------- names
+
+
+def keep(storage: Storage, snapshot: SnapshotName, name: str) -> None:
+    """Give a snapshot a name: retention keeps it until ``release``. Raises: ConfigError, for a bad name; LevelError."""
+    check_name(name)
+    directory = snapshot.directory
+    file = keep_file_name(name)
+    with os_errors_named(storage.url, f"naming step {snapshot.step} {name!r}"):
+        if file in storage.list(directory) and _belongs_to_others(storage, f"{directory}/{file}"):
+            raise ConfigError(f"{storage.url}/{directory}/{file}: a file of somebody else; take another name")
+        storage.put(f"{directory}/{file}", snapshot.run_id.encode())
+
+
+def release(storage: Storage, run_id: str | None, name: str) -> list[str]:
+    """Take a name from the snapshots of a run (``None``: of all runs). Return the directories that had it.
+
+    Raises: LevelError.
+    """
+    freed = []
+    # No manifest is read: every node of a training does this.
+    for directory in list_names(storage).directories:
+        if name not in directory.names or run_id not in (None, directory.snapshot.run_id):
+            continue
+        path = f"{directory.name}/{keep_file_name(name)}"
+        if _is_our_name(storage, path):
+            storage.delete(path)
+            freed.append(directory.name)
+        elif _belongs_to_others(storage, path):
+            logger.warning("%s/%s: not deleted, no run wrote it", storage.url, path)
+    return freed
+
+
+def _belongs_to_others(storage: Storage, path: str) -> bool:
+    """True if there is a ``keep-…`` object that no run gave. Another node may delete it meanwhile."""
+    return not _is_our_name(storage, path) and storage.exists(path)
+
+
+def _is_our_name(storage: Storage, path: str) -> bool:
+    """True if a run gave a ``keep-…`` object, which its content shows."""
+    return belongs_to_run(storage, path) and not storage.is_link(path)

@@ -39,8 +39,8 @@ class WatchedStorage(Storage):
     """Another storage. Each operation first calls ``beat``, of the watchdog of one task.
 
     ``beat`` reports progress, and raises CaptureAborted when the caller of the task has given up. A thread that was
-    left behind and returns therefore commits and deletes nothing. A store lives longer than a task, so each task wraps
-    its storage anew (``SnapshotStore.watched``): a thread that was left behind keeps the ``beat`` that raises.
+    left behind and returns therefore commits and deletes nothing. A storage lives longer than a task, so each task
+    wraps it anew: a thread that was left behind keeps the ``beat`` that raises.
     """
 
     def __init__(self, storage: Storage, beat: Beat, pace: RateLimiter | None = None) -> None:
@@ -87,20 +87,10 @@ class WatchedStorage(Storage):
         self._beat()
         return self._storage.size(path)
 
-    def age_s(self, path: str) -> float | None:
-        """See ``Storage.age_s``."""
-        self._beat()
-        return self._storage.age_s(path)
-
     def delete(self, path: str) -> None:
         """See ``Storage.delete``."""
         self._beat()
         self._storage.delete(path)
-
-    def exists(self, path: str) -> bool:
-        """See ``Storage.exists``."""
-        self._beat()
-        return self._storage.exists(path)
 
     def stamp(self, path: str) -> object:
         """See ``Storage.stamp``."""

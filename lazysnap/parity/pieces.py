@@ -1,8 +1,8 @@
 """The layout of a group's parts in its stripes, block by block. Pure.
 
-The file of a stripe, which each of its parity holders has in memory, is the parity, then checksums (xxh3-64,
-little-endian) of the blocks of each data piece by column, then those of the blocks of the parity itself. So what is
-rebuilt is compared with what its owner had in memory, and a damaged parity is known as such.
+Each parity holder of a stripe has a file in memory: the parity, then checksums (xxh3-64, little-endian). First come
+the checksums of the blocks of each data piece, by column, then those of the parity's own blocks. So a rebuilt block is
+compared with what its owner had in memory, and damaged parity is noticed.
 """
 
 from collections.abc import Sequence

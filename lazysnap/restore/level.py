@@ -7,10 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from lazysnap.config import PersistentLevel
-from lazysnap.levels import SnapshotStore, open_store
 from lazysnap.levels.blocks import FileBlocks
 from lazysnap.levels.listing import Listing, list_names
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import open_storage
 from lazysnap.levels.watchdog import Beat, Watchdog
+from lazysnap.levels.watched import WatchedStorage
 from lazysnap.resolver import Entry, Inventory
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
@@ -28,11 +31,11 @@ class Level:
     Not thread-safe.
     """
 
-    def __init__(self, level: PersistentLevel, speed: int) -> None:
-        """``speed``: its rank among the sources, see ``Entry``."""
+    def __init__(self, level: PersistentLevel, distance: int = 0) -> None:
+        """``distance``: see ``Entry``."""
         self._level = level
-        self.speed = speed
-        self._store: SnapshotStore | None = None
+        self.distance = distance
+        self._storage: Storage | None = None
         self._opening = threading.Lock()
         self._manifests: dict[str, Manifest] = {}
 
@@ -41,11 +44,11 @@ class Level:
         """The URL of the level."""
         return self._level.url
 
-    def _open(self) -> SnapshotStore:
+    def _open(self) -> Storage:
         with self._opening:
-            if self._store is None:
-                self._store = open_store(self.url, speed=self.speed, options=self._level.storage_options)
-            return self._store
+            if self._storage is None:
+                self._storage = open_storage(self.url, options=self._level.storage_options)
+            return self._storage
 
     def forget(self) -> None:
         """Read manifests anew."""
@@ -58,8 +61,8 @@ class Level:
     def begin_names(self, *, marked: bool) -> Watchdog[Listing]:
         """Start to list the names of the snapshots at the level. Does not block."""
 
-        def names(store: SnapshotStore) -> Listing:
-            return list_names(store.storage, marked=marked)
+        def names(storage: Storage) -> Listing:
+            return list_names(storage, marked=marked)
 
         return self._begin("listing", names)
 
@@ -67,9 +70,9 @@ class Level:
         """Start to find the greatest id of a run or start in the names of its directories; "" without any. Does not
         block."""
 
-        def newest_id(store: SnapshotStore) -> str:
+        def newest_id(storage: Storage) -> str:
             newest = ""
-            for directory in store.storage.list():
+            for directory in storage.list():
                 name = SnapshotName.parse(directory)
                 if name is not None:
                     newest = max(newest, name.run_id, name.start)
@@ -80,14 +83,14 @@ class Level:
     def begin_inventory(self, listing: Listing, share: tuple[int, int]) -> Watchdog[Inventory]:
         """Start to read the manifests of a share of these snapshots. Does not block."""
 
-        def inventory(store: SnapshotStore) -> Inventory:
-            return Catalogue(store, listing).inventory(share)
+        def inventory(storage: Storage) -> Inventory:
+            return Catalogue(storage, listing).inventory(share)
 
         return self._begin("looking at", inventory)
 
-    def _begin(self, action: str, work: Callable[[SnapshotStore], _Result]) -> Watchdog[_Result]:
+    def _begin(self, action: str, work: Callable[[Storage], _Result]) -> Watchdog[_Result]:
         def watched(beat: Beat) -> _Result:
-            return work(self._open().watched(beat))
+            return work(WatchedStorage(self._open(), beat))
 
         return Watchdog(watched, f"{action} {self.url}", self._level.timeout_s)
 
@@ -110,8 +113,8 @@ class Level:
         return self.watch(f"opening {where}", opened)
 
     def _open_shard(self, entry: Entry, beat: Beat) -> OpenShard:
-        store = self._open()  # not watched: another job reads the blocks, after the one that opens them
-        place = store.place(entry)
+        storage = self._open()  # not watched: another job reads the blocks, after the one that opens them
+        place = FilePlace.of(storage, entry)
         manifest = self._manifests.get(place.manifest_path)
         if manifest is None:  # one file may hold the shards of many ranks
             manifest = place.read_manifest()
@@ -131,7 +134,7 @@ def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], Non
     A level that does not answer is skipped; ``note`` receives a line about it. Blocks: all are listed at once, each at
     most ``timeout_s`` without progress.
     """
-    answers = [Level(level, 0).begin_names(marked=False) for level in levels]
+    answers = [Level(level).begin_names(marked=False) for level in levels]
     names = []
     for level, answer in zip(levels, answers, strict=True):
         try:
@@ -140,9 +143,8 @@ def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], Non
             note(f"{level.url} is left out: {error}")
             continue
         for directory in directories:
-            name = SnapshotName.parse(directory.name)
-            if name is not None and directory.is_whole:
-                names.append(name)
+            if directory.is_whole:
+                names.append(directory.snapshot)
     return names
 
 
@@ -152,7 +154,7 @@ def newest_id(levels: Sequence[PersistentLevel], timeout_s: float) -> str:
     A level that fails, or does not answer within ``timeout_s``, is skipped. Blocks.
     """
     deadline = time.monotonic() + timeout_s
-    answers = [Level(level, 0).begin_newest_id() for level in levels]
+    answers = [Level(level).begin_newest_id() for level in levels]
     newest = ""
     for level, answer in zip(levels, answers, strict=True):
         if not answer.wait(max(0.0, deadline - time.monotonic())):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from lazysnap.keeper.questions import HeldParity
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces, can_rebuild
-from lazysnap.resolver import Entry, SnapshotKey
+from lazysnap.resolver import PARITY, Entry, SnapshotKey
 
-PARITY = "parity"
-"""The level of what is computed from parity, in place of an URL."""
+_DISTANCE = 1
+"""See ``Entry``: parity is behind memory, and before the levels."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def lost_parts(
 ) -> tuple[list[LostPart], list[Entry], list[str]]:
     """Return the parts that can be computed, lost or not, an entry for each of their shards, and problems.
 
-    The ``location`` of an entry begins with the number of its part. A problem says why a lost part cannot be computed.
+    The ``location`` of an entry is the number of its part. A problem says why a lost part cannot be computed.
     The same on all ranks.
 
     Args:
@@ -69,8 +69,8 @@ def lost_parts(
                 LostPart(first.start, first.step, first.most_lost, pieces, position, other_nodes, parity_nodes)
             )
             for rank in member.ranks:
-                location = f"{number}/{rank}"
-                shards.append(Entry(PARITY, 1, first.run_id, first.start, first.step, rank, first.world_size, location))
+                capture = (first.run_id, first.start, first.step, rank, first.world_size)
+                shards.append(Entry(PARITY, *capture, (number,), distance=_DISTANCE))
     return parts, shards, problems
 
 

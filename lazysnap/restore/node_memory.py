@@ -8,8 +8,7 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryEntry, MemoryInventory
 from lazysnap.levels.blocks import MemoryBlocks
-from lazysnap.resolver import Entry, Inventory
-from lazysnap.restore.snapshot import MEMORY
+from lazysnap.resolver import MEMORY, Entry, Inventory
 from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard
@@ -94,13 +93,12 @@ class NodeMemory:
                 is_repeatable = capture.is_repeatable
             entry = Entry(
                 MEMORY,
-                0,
                 capture.run_id,
                 capture.start,
                 capture.step,
                 capture.rank,
                 capture.world_size,
-                f"{number}/{capture.sequence}",
+                (number, capture.sequence),
                 node=self.node,
                 is_repeatable=is_repeatable,
             )
@@ -125,7 +123,7 @@ class NodeMemory:
 
         Raises: FormatError, if its slot holds another one by now.
         """
-        number, sequence = map(int, entry.location.split("/"))
+        number, sequence = entry.location
         for capture in self._inventory(number).entries:
             view = capture.slot.view()
             if capture.sequence == sequence == view.sequence and view.is_whole:

@@ -7,16 +7,12 @@ sender, names of directories, URLs.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.levels.listing import Directory
-from lazysnap.resolver import Entry, Inventory
-from lazysnap.restore.snapshot import MEMORY
-from lazysnap.shard.names import NodeName, SnapshotName
-
-_MEMORY_SPEED = 0
+from lazysnap.resolver import MEMORY, Entry, Inventory
+from lazysnap.shard.names import NodeName
 
 
 def ranges_of(numbers: Iterable[int]) -> list[int]:
@@ -44,9 +40,9 @@ def pack_memory(inventories: Iterable[Inventory]) -> list[Any]:
     captures: dict[tuple[str, str, int, int, int], list[tuple[int, int, bool | None]]] = defaultdict(list)
     for inventory in inventories:
         for entry in inventory.entries:
-            local_rank, sequence = entry.location.split("/")
-            key = (entry.run_id, entry.start, entry.world_size, entry.rank, int(local_rank))
-            captures[key].append((entry.step, int(sequence), entry.is_repeatable))
+            local_rank, sequence = entry.location
+            key = (entry.run_id, entry.start, entry.world_size, entry.rank, local_rank)
+            captures[key].append((entry.step, sequence, entry.is_repeatable))
     return [[*key, steps] for key, steps in captures.items()]
 
 
@@ -55,9 +51,8 @@ def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
     entries = []
     for run_id, start, world_size, rank, local_rank, steps in packed:
         for step, sequence, is_repeatable in steps:
-            location = f"{local_rank}/{sequence}"
-            entry = Entry(MEMORY, _MEMORY_SPEED, run_id, start, step, rank, world_size, location, node=node)
-            entries.append(replace(entry, is_repeatable=is_repeatable))
+            capture = (run_id, start, step, rank, world_size, (local_rank, sequence))
+            entries.append(Entry(MEMORY, *capture, node=node, is_repeatable=is_repeatable))
     return Inventory(f"{MEMORY} of {node}", tuple(entries))
 
 
@@ -100,10 +95,10 @@ def pack_files(inventory: Inventory, directories: Sequence[Directory]) -> list[A
         inventory: what it found.
         directories: those that all ranks together read.
     """
-    numbers = {directory.name: number for number, directory in enumerate(directories)}
+    numbers = {directory.snapshot: number for number, directory in enumerate(directories)}
     ranks: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for entry in inventory.entries:
-        ranks[numbers[entry.location], entry.file, entry.world_size].append(entry.rank)
+        ranks[numbers[entry.snapshot], entry.file, entry.world_size].append(entry.rank)
     # Mostly, the file of a node holds the same ranks in all directories.
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for (number, file, world_size), of_file in ranks.items():
@@ -115,7 +110,7 @@ def pack_files(inventory: Inventory, directories: Sequence[Directory]) -> list[A
 
 
 def unpack_files(
-    packed: list[Any], directories: Sequence[Directory], url: str, speed: int, label: str | None
+    packed: list[Any], directories: Sequence[Directory], url: str, distance: int, label: str | None
 ) -> Inventory:
     """Return what ``pack_files`` packed.
 
@@ -123,7 +118,7 @@ def unpack_files(
         packed: what one rank found.
         directories: as for ``pack_files``.
         url: the level.
-        speed: its rank among the sources, see ``Entry``.
+        distance: see ``Entry``.
         label: the place that only some ranks see; ``None``: all do.
     """
     files, problems = packed
@@ -132,10 +127,8 @@ def unpack_files(
         file = NodeName(node, nodes).text
         for number in numbers_in(of_directories):
             directory = directories[number]
-            name = SnapshotName.parse(directory.name)
-            assert name is not None
+            name = directory.snapshot
             for rank in numbers_in(ranges):
                 shard = (name.run_id, name.start, name.step, rank, world_size)
-                location = directory.name
-                entries.append(Entry(url, speed, *shard, location, label, directory.names, file))
+                entries.append(Entry(url, *shard, node=label, names=directory.names, file=file, distance=distance))
     return Inventory(url, tuple(entries), tuple(problems))

@@ -12,7 +12,7 @@ import xxhash
 from lazysnap import faults
 from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.node_part import find_shard
-from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
+from lazysnap.levels.blocks import Blocks, Buffers
 from lazysnap.parity.codes import Code, multiply_add
 from lazysnap.parity.pieces import CHECKSUM_BYTES
 from lazysnap.peers.messages import ParityOf, PartOf
@@ -35,7 +35,8 @@ class Parity:
 
     def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``. Computes the shard's metadata and header."""
-        lost = self.lost[int(entry.location.split("/")[0])]
+        (number,) = entry.location
+        lost = self.lost[number]
         part = PartOf(lost.start, lost.step, lost.most_lost)
         parts = {}
         for position, node in lost.parts.items():
@@ -47,9 +48,8 @@ class Parity:
                 files[stripe] = self._connections.file(node, ParityOf(lost.start, lost.step, stripe))
             parities[position] = files
         blocks = ParityBlocks(lost, parts, parities, where)
-        whole = VerifiedSource(blocks)
-        text, offset, size = find_shard(whole.view, blocks.size_bytes, entry.rank)
-        return open_at(CaptureMeta.from_bytes(text, where), blocks, whole, (offset, size))
+        text, offset, size_bytes = find_shard(blocks.view, blocks.size_bytes, entry.rank)
+        return open_at(CaptureMeta.from_bytes(text, where), blocks, offset, size_bytes)
 
 
 @dataclass(frozen=True)

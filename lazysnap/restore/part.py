@@ -1,6 +1,6 @@
 """One rank's part of one snapshot: shards are opened until no tensor of the part is missing, then it is read."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -9,24 +9,14 @@ import torch
 
 from lazysnap.errors import FormatError, LazySnapError, StateError
 from lazysnap.ranks.world import World
-from lazysnap.resolver import Entry, RestartPlan
+from lazysnap.resolver import MEMORY, Entry, RestartPlan
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.restore.sources import Failure, Sources
-from lazysnap.restore.targets import (
-    Target,
-    check_fits,
-    is_empty_part,
-    is_part,
-    other_objects,
-    room_on_device,
-    target_of,
-    wanted_box,
-)
+from lazysnap.restore.targets import LiveTensors, is_empty_part, is_part, room_on_device
 from lazysnap.snapshots.assembly import Assembly
 from lazysnap.snapshots.reads import Reads
-from lazysnap.snapshots.tensors import Facts, facts_of, into
+from lazysnap.snapshots.tensors import into
 from lazysnap.state.codec import DecoderError, decode, tensor_names
-from lazysnap.state.modules import saved_names
 from lazysnap.state.sharding import box_of, like
 from lazysnap.state.source import StateSource
 
@@ -52,87 +42,82 @@ class PartReader:
         objects raise.
         """
         own_rank = self._world.rank % plan.world_size
-        where = f"step {plan.step}"
         own_shard = self._sources.open(chosen[own_rank])
         if isinstance(own_shard, Failure):
             return own_shard
         meta = own_shard.meta
         try:
-            named = tensor_names(meta.state)
+            names = tensor_names(meta.state)
         except FormatError as error:
             return self._sources.refuse(chosen[own_rank], error)
-        expected, resizable, target, is_of_other = self._live_tensors(named)
-        assembly = Assembly(own_rank, lambda name, shape: wanted_box(target(name), shape))
-        # Of a live tensor the shape is known; optimizer state may have another one than its parameter.
-        live = set(saved_names(expected, named).values())
-        assembly.request(name for name in named if name not in live or not is_empty_part(target(name)))
-        facts: dict[str, Facts | None] = {name: None for name in named if not is_of_other(name)}
-        added: list[int] = []
+        live = LiveTensors(self._source, names, f"step {plan.step}", casts=self._casts)
+        assembly = Assembly(own_rank, live.wanted_box)
+        assembly.request(filter(live.is_wanted, names))
+        order = nearest_first(chosen, *self._neighbours(plan), meta.replicas or ())
+        opened = self._open_shards(chosen, self._share_of(plan, chosen), order, live, assembly)
+        if isinstance(opened, Failure):
+            return opened
+        state = self._read_state(chosen[own_rank], meta.state, partial(_room, assembly, live.target))
+        if isinstance(state, Failure):
+            return state
+        farthest = max((chosen[rank] for rank in opened), key=attrgetter("distance"))
+        return Snapshot(
+            state,
+            plan.step,
+            plan.run_id,
+            plan.start,
+            level=farthest.level,
+            world_size=plan.world_size,
+            parameters=meta.parameters,
+            captured_ns=meta.captured_ns,
+        )
+
+    def _share_of(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> list[int]:
+        """Return the ranks whose shards this rank opens in any case: first the one whose state it takes.
+
+        Each shard is opened by some rank: otherwise nobody would notice a tensor that no rank needs.
+        """
+        share = [self._world.rank % plan.world_size]
+        for rank in range(self._world.rank, plan.world_size, self._world.size):
+            if rank in chosen and rank not in share:
+                share.append(rank)
+        return share
+
+    def _open_shards(
+        self,
+        chosen: Mapping[int, Entry],
+        share: Sequence[int],
+        order: Sequence[int],
+        live: LiveTensors,
+        assembly: Assembly,
+    ) -> list[int] | Failure:
+        """Open the shards of ``share``, then others in this order until nothing is missing. Return the opened ones.
+
+        Blocks. Raises: StateError, as soon as it is known that the snapshot does not fit the live objects.
+        """
+        opened: list[int] = []
 
         def add(rank: int) -> Failure | None:
             shard = self._sources.open(chosen[rank])
             if isinstance(shard, Failure):
                 return shard
             try:
-                for name, stored in assembly.add(shard).items():
-                    found = facts_of(stored)
-                    if not is_of_other(name):
-                        facts[name] = found
+                live.note(assembly.add(shard))
             except FormatError as error:
                 return self._sources.refuse(chosen[rank], error)
-            added.append(rank)
+            opened.append(rank)
             return None
 
-        # Each shard is opened by some rank: otherwise nobody would notice a tensor that no rank needs.
-        share = [own_rank]
-        for rank in range(self._world.rank, plan.world_size, self._world.size):
-            if rank in chosen and rank != own_rank:
-                share.append(rank)
         for rank in share:
             failure = add(rank)
             if failure is not None:
                 return failure
-        check_fits(facts, expected, where, casts=self._casts, resizable=resizable)
-        order = nearest_first(chosen, *self._neighbours(plan), meta.replicas or ())
-        failure = complete(assembly, [rank for rank in order if rank not in added], add)
+        live.check_fits()
+        failure = complete(assembly, [rank for rank in order if rank not in opened], add)
         if failure is not None:
             return failure
-        check_fits(facts, expected, where, casts=self._casts, resizable=resizable)
-        state = self._read_state(chosen[own_rank], meta.state, partial(_room, assembly, target))
-        if isinstance(state, Failure):
-            return state
-        slowest = max((chosen[rank] for rank in added), key=attrgetter("speed"))
-        return Snapshot(
-            state,
-            plan.step,
-            plan.run_id,
-            plan.start,
-            level=slowest.level,
-            world_size=plan.world_size,
-            parameters=meta.parameters,
-            captured_ns=meta.captured_ns,
-        )
-
-    def _live_tensors(
-        self, named: Iterable[str]
-    ) -> tuple[Mapping[str, torch.Tensor], Collection[str], Target, Callable[[str], bool]]:
-        """Return the live tensors by name, the names of those that may be resized, the target of each name, and
-        whether a name is of another object.
-
-        Raises: StateError, if the program's own objects raise: no other snapshot would help.
-        """
-        try:
-            expected = self._source.expected()
-            resizable = self._source.resizable_names()
-            target = target_of(self._source, expected, named)
-            is_of_other = other_objects(self._source, expected)
-        except StateError:
-            raise
-        except Exception as error:
-            raise StateError(
-                f"the program's objects cannot be asked for the tensors to restore: {error!r}. Nothing was loaded"
-            ) from error
-        return expected, resizable, target, is_of_other
+        live.check_fits()
+        return opened
 
     def _read_state(
         self, entry: Entry, small: Any, room: Callable[[str, Made, Reads], torch.Tensor]
@@ -162,7 +147,10 @@ class PartReader:
             state = decode(small, tensor=tensors.__getitem__)
         except StateError:  # an older snapshot would have the same
             raise
-        except DecoderError as error:  # another source would have the same
+        except DecoderError as error:
+            # Bytes in memory may have no checksums yet, and may be damaged. All others are what was captured.
+            if entry.level == MEMORY:
+                return self._sources.refuse(entry, error)
             return Failure(str(error), is_of_decoder=True)
         except LazySnapError as error:
             return self._sources.refuse(entry, error)
@@ -212,7 +200,7 @@ def nearest_first(
 
     def unlikeliness(rank: int) -> tuple[bool, bool, int, int, int]:
         entry = chosen[rank]
-        return rank not in node_ranks, rank not in replicas, entry.speed, abs(rank - nearest), rank
+        return rank not in node_ranks, rank not in replicas, entry.distance, abs(rank - nearest), rank
 
     return sorted(chosen, key=unlikeliness)
 

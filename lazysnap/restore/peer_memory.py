@@ -9,7 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from lazysnap.errors import KeeperError
-from lazysnap.levels.blocks import Blocks, Buffers, VerifiedSource
+from lazysnap.levels.blocks import Blocks, Buffers
 from lazysnap.levels.source import header_of
 from lazysnap.peers.messages import SlotOf, Subject
 from lazysnap.peers.reader import PeerReader
@@ -128,18 +128,17 @@ class PeerMemory:
     def open(self, entry: Entry, where: str) -> OpenShard:
         """See ``Source``."""
         assert entry.node is not None
-        local_rank, sequence = entry.location.split("/")
-        meta = SlotOf(int(local_rank), int(sequence), "meta")
-        image = SlotOf(int(local_rank), int(sequence), "image")
+        local_rank, sequence = entry.location
+        meta = SlotOf(local_rank, sequence, "meta")
+        image = SlotOf(local_rank, sequence, "image")
         file = self._connections.file(entry.node, meta)
         text = bytes(file.read(0, file.size_bytes))
         blocks = PeerBlocks(self._connections.file(entry.node, image), where)
-        whole = VerifiedSource(blocks)
-        return open_at(CaptureMeta.from_bytes(text, where), blocks, whole, (0, blocks.size_bytes))
+        return open_at(CaptureMeta.from_bytes(text, where), blocks, 0, blocks.size_bytes)
 
 
-def open_at(meta: CaptureMeta, blocks: Blocks, whole: VerifiedSource, place: tuple[int, int]) -> OpenShard:
-    """Return the shard at a place: offset and bytes. ``whole``: reads these blocks. Blocks. Raises: LazySnapError."""
-    offset, size_bytes = place
-    header = header_of(whole, offset, size_bytes)
+def open_at(meta: CaptureMeta, blocks: Blocks, offset: int, size_bytes: int) -> OpenShard:
+    """Return the shard that begins at an offset. Blocks: reads its header. Raises: LazySnapError."""
+    header = header_of(blocks, offset, size_bytes)
+    blocks.release()
     return OpenShard(meta, Layout.parse(header, size_bytes, blocks.where), blocks, offset)

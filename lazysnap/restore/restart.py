@@ -25,6 +25,8 @@ from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.ranks.discovery import NOBODY, Discovery, discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.resolver import (
+    MEMORY,
+    PARITY,
     Entry,
     Inventory,
     RestartPlan,
@@ -34,13 +36,13 @@ from lazysnap.resolver import (
     entries_in,
 )
 from lazysnap.restore.level import Level
-from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
+from lazysnap.restore.lost_parts import lost_parts, most_protected
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.offers import pack_memory, pack_parity, unpack_memory, unpack_parity
 from lazysnap.restore.parity import Parity
 from lazysnap.restore.part import PartReader
 from lazysnap.restore.peer_memory import PeerConnections, PeerMemory
-from lazysnap.restore.snapshot import MEMORY, Absence, NewRun, Snapshot
+from lazysnap.restore.snapshot import Absence, NewRun, Snapshot
 from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.survey import IsWanted, Survey
 from lazysnap.runs import Choice, runs_in, short_ids
@@ -51,7 +53,7 @@ from lazysnap.state.walk import collector_paused
 logger = logging.getLogger("lazysnap.engine")
 
 _FIRST_LEVEL = 2
-"""Speed of the first level: behind memory, and what is computed from parity."""
+"""Distance of the first level: behind memory, and what is computed from parity."""
 _PATIENCE_S = 3.0
 """Seconds to wait for levels if memory has a whole snapshot."""
 _LISTINGS = 3
@@ -164,20 +166,20 @@ def _absence(search: "_Search", restart: Restart) -> Absence:
 
 
 def fetch_back(
-    restart: Restart, is_wanted: Callable[[RestartPlan], bool], flaw: Callable[[Snapshot], str]
+    restart: Restart, is_wanted: Callable[[str, int], bool], flaw: Callable[[Snapshot], str]
 ) -> Snapshot | None:
     """Return the newest whole snapshot that ``is_wanted`` and has no ``flaw`` on any rank. Collective. Blocks.
 
-    Raises: as ``fetch``.
+    ``is_wanted``: called with the id of its run and its step. Raises: as ``fetch``.
     """
     with contextlib.ExitStack() as stack:
         search = _Search(restart, stack)
 
         def order(inventories: list[Inventory]) -> list[RestartPlan]:
-            return [plan for plan in candidates(inventories) if is_wanted(plan)]
+            return [plan for plan in candidates(inventories) if is_wanted(plan.run_id, plan.step)]
 
         def may_be_wanted(name: SnapshotName, names: Collection[str]) -> bool:
-            return is_wanted(RestartPlan(name.run_id, name.start, name.step, restart.world.size, ()))
+            return is_wanted(name.run_id, name.step)
 
         snapshot = search.first_whole(order, may_be_wanted, is_patient=True, flaw=flaw)
         if snapshot is None:
@@ -229,7 +231,7 @@ class _Search:
         self.unreadable: set[SnapshotKey] = set()
         """Snapshots that some rank could not read."""
         self.decoder_errors: list[str] = []
-        """What decoders of the program raised when these were read. The same on every rank."""
+        """Errors of decoders of the program that these snapshots met. The same on every rank."""
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""
         self.reads_all = False
@@ -508,6 +510,7 @@ class _Search:
         own_rank = self._world.rank % plan.world_size
         failures = self._sources.failures
         entries = list(chain.from_iterable(plan.sources))
+        is_of_decoder = False
         while True:
             chosen = nearest_sources(filter(self._is_usable, entries), self._node)
             bad = {entry: failures[entry] for entry in entries if entry in failures}
@@ -516,7 +519,8 @@ class _Search:
                 if not self._world.is_alone:
                     within = f" within reach of {self._node.split('/')[0]}"
                 reasons = "; ".join(bad.values()) or "it is not there"
-                return Failure(f"the shard of rank {own_rank} is nowhere whole{within}: {reasons}")
+                text = f"the shard of rank {own_rank} is nowhere whole{within}: {reasons}"
+                return Failure(text, is_of_decoder=is_of_decoder)
             part = self._parts.read(plan, chosen)
             if isinstance(part, Snapshot):
                 for entry, reason in bad.items():
@@ -526,6 +530,7 @@ class _Search:
                     self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
             if isinstance(part, Snapshot) or not part.is_refusal:
                 return part
+            is_of_decoder = is_of_decoder or part.is_of_decoder
 
     def _is_usable(self, entry: Entry) -> bool:
         is_here = entry.node in (None, self._node) or entry.node in self.survey.reach
@@ -534,9 +539,9 @@ class _Search:
 
 
 def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:
-    """Return by rank the fastest of the usable sources of its shard; of two in memory that of this node. Pure."""
+    """Return by rank the nearest of the usable sources of its shard; of two in memory that of this node. Pure."""
     chosen: dict[int, Entry] = {}
-    for entry in sorted(usable, key=lambda entry: (entry.speed, entry.node not in (None, node))):
+    for entry in sorted(usable, key=lambda entry: (entry.distance, entry.node not in (None, node))):
         chosen.setdefault(entry.rank, entry)
     return chosen
 

@@ -7,8 +7,6 @@ from typing import Any
 from lazysnap.keeper.questions import TrainerEnd
 from lazysnap.resolver import SnapshotKey
 
-MEMORY = "memory"
-
 
 @dataclass(frozen=True)
 class NewRun:
@@ -38,7 +36,7 @@ class Snapshot:
     """The id of the start that took it."""
     level: str
     """``memory``, ``parity`` (in the memory of other nodes) or the URL of the level it was read from; of several the
-    slowest."""
+    farthest."""
     seconds: float = 0.0
     """Time from the question to the answer."""
     skipped: tuple[str, ...] = ()

@@ -8,14 +8,13 @@ from typing import Protocol
 from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import Blocks, WantedBytes
 from lazysnap.levels.watchdog import Beat
-from lazysnap.resolver import Entry
+from lazysnap.resolver import MEMORY, PARITY, Entry
 from lazysnap.restore.level import Level
-from lazysnap.restore.lost_parts import PARITY
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.parity import Parity
 from lazysnap.restore.peer_memory import PeerMemory
-from lazysnap.restore.snapshot import MEMORY
 from lazysnap.snapshots.reader import OpenShard, read
+from lazysnap.state.codec import DecoderError
 
 
 class Source(Protocol):
@@ -128,7 +127,7 @@ class Sources:
         self.failures[entry] = text
         if isinstance(error, FileNotFoundError):
             self.has_vanished = True
-        return Failure(text, is_refusal=True)
+        return Failure(text, is_refusal=True, is_of_decoder=isinstance(error, DecoderError))
 
 
 def _where(entry: Entry) -> str:

@@ -81,26 +81,20 @@ class Selection:
         """
         names: set[SnapshotName] = set()
         eligible: set[SnapshotName] = set()
-        first: set[str] = set()
         for site in sites:
             for directory in site.listing.directories:
-                name = SnapshotName.parse(directory.name)
-                if name is None:
-                    first.add(directory.name)  # its name does not say how new it is
-                elif directory.ranges:
-                    names.add(name)
-                    if is_wanted is not None and is_wanted(name, directory.names):
-                        eligible.add(name)
+                if not directory.ranges:
+                    continue
+                name = directory.snapshot
+                names.add(name)
+                if is_wanted is not None and is_wanted(name, directory.names):
+                    eligible.add(name)
         newest = sorted(names, reverse=True)[:limit]
         newest_of_run = {name.run_id: name for name in sorted(eligible)}
         chosen = {*newest, *sorted(eligible, reverse=True)[:limit], *newest_of_run.values()}
-        rest = set()
-        for name in names:
-            if name in chosen:
-                first.add(name.directory)
-            else:
-                rest.add(name.directory)
-        return cls(frozenset(newest), frozenset(first), frozenset(rest))
+        first = frozenset(name.directory for name in chosen)
+        rest = frozenset(name.directory for name in names - chosen)
+        return cls(frozenset(newest), first, rest)
 
 
 class Survey:
@@ -158,14 +152,14 @@ class Survey:
             all_digests.append(digests)
             self.late.update(late)
         sites = self._sites(all_digests)
-        listed = _snapshots_in(sites)
         names = set()
         self.uncommitted = Counter()
-        for url, directory, name in listed:
-            if directory.ranges:
-                names.add(name)
-            else:
-                self.uncommitted[url] += 1
+        for site in sites:
+            for directory in site.listing.directories:
+                if directory.ranges:
+                    names.add(directory.snapshot)
+                else:
+                    self.uncommitted[site.url] += 1
         self.names = sorted(names)
         selection = Selection.of(sites, is_wanted, NEWEST)
         self.newest = selection.newest
@@ -173,10 +167,11 @@ class Survey:
         self._unread_sites = []
         if selection.rest:
             self._unread_sites = [site.only(selection.rest) for site in sites]
-        for url, directory, name in listed:
-            reason = _why_unread(url, name, directory, is_late=url in self.late)
-            if reason:
-                self.unread.append((name, reason))
+        for site in sites:
+            for directory in site.listing.directories:
+                reason = _why_unread(site.url, directory, is_late=site.url in self.late)
+                if reason:
+                    self.unread.append((directory.snapshot, reason))
         return inventories
 
     def read_rest(self, problems: list[str]) -> list[Inventory]:
@@ -239,15 +234,15 @@ class Survey:
         inventories = []
         for packed_sites, late in self._world.exchange_after("what of it is whole", read_share):
             self.late.update(late)
-            for number, speed, packed in packed_sites:
+            for number, distance, packed in packed_sites:
                 site = sites[number]
-                inventories.append(unpack_files(packed, site.listing.directories, site.url, speed, site.label))
+                inventories.append(unpack_files(packed, site.listing.directories, site.url, distance, site.label))
         return merged(inventories)
 
     def _read_share(self, sites: list[Site], problems: list[str], deadline: float | None) -> list[Any]:
         """Return the contents of this rank's shares, and the URLs of late levels.
 
-        The contents of a share are packed, behind the number of the site and its speed.
+        The contents of a share are packed, behind the number of the site and its distance.
         """
         rank = self._world.rank
         begun = []
@@ -275,7 +270,7 @@ class Survey:
             packed = pack_files(inventory, sites[number].listing.directories)
             if any(packed):
                 # The level of a rank may have another URL than that of any other rank.
-                packed_sites.append([number, self._levels[url].speed, packed])
+                packed_sites.append([number, self._levels[url].distance, packed])
         faults.point("restore.surveyed")
         return [packed_sites, late]
 
@@ -318,9 +313,8 @@ def _log_newer(url: str, listing: Watchdog[Listing], restored: SnapshotName, bef
         return
     newest = restored
     for directory in directories:
-        name = SnapshotName.parse(directory.name)
-        if name is not None and directory.is_whole and name.start < before:
-            newest = max(newest, name)
+        if directory.is_whole and directory.snapshot.start < before:
+            newest = max(newest, directory.snapshot)
     if newest == restored:
         logger.info("%s answered: it has nothing newer than step %d, which was resumed", url, restored.step)
         return
@@ -331,27 +325,16 @@ def _log_newer(url: str, listing: Watchdog[Listing], restored: SnapshotName, bef
     )
 
 
-def _why_unread(url: str, name: SnapshotName, directory: Directory, *, is_late: bool) -> str:
+def _why_unread(url: str, directory: Directory, *, is_late: bool) -> str:
     """Return why a snapshot that a listing shows cannot be restored; empty, if no reason is known."""
     if directory.bare:
-        return without_manifest(url, name.step, directory)
+        return without_manifest(url, directory)
     if is_late and directory.is_whole:
         return (
-            f"step {name.step} passed over: {url}/{directory.name}: its manifests were not read in time; to go "
-            "on from there, stop this training and start it again when that level is faster"
+            f"step {directory.snapshot.step} passed over: {url}/{directory.name}: its manifests were not read in time; "
+            "to go on from there, stop this training and start it again when that level is faster"
         )
     return ""
-
-
-def _snapshots_in(sites: Iterable[Site]) -> list[tuple[str, Directory, SnapshotName]]:
-    """Return URL, directory and name of every snapshot that has a directory."""
-    snapshots = []
-    for site in sites:
-        for directory in site.listing.directories:
-            name = SnapshotName.parse(directory.name)
-            if name is not None:
-                snapshots.append((site.url, directory, name))
-    return snapshots
 
 
 def digest_of(text: str) -> str:

@@ -1,7 +1,7 @@
 """The live tensors that a restart fills, and the part of a snapshot that each of them takes."""
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
 import torch
@@ -11,12 +11,11 @@ from lazysnap.console import some_of
 from lazysnap.errors import StateError
 from lazysnap.shard.pieces import Extent
 from lazysnap.snapshots.assembly import JoinedTensor
-from lazysnap.snapshots.tensors import Facts, room_for
+from lazysnap.snapshots.reader import StoredTensor
+from lazysnap.snapshots.tensors import Facts, facts_of, room_for
 from lazysnap.state.modules import check_loadable, is_uninitialised, saved_names
 from lazysnap.state.sharding import box_of, local_of
 from lazysnap.state.source import StateSource
-
-Target = Callable[[str], "torch.Tensor | None"]
 
 _SHOWN = 5
 """Tensors that an error names."""
@@ -46,51 +45,94 @@ def is_empty_part(target: Any) -> TypeGuard[DTensor]:
     return isinstance(target, DTensor) and 0 in box_of(target)[1]
 
 
-def wanted_box(target: Any, shape: Extent) -> tuple[Extent, Extent]:
-    """Return the part of a tensor of that global shape that a live tensor, or none, is given: offsets and shape."""
-    if is_part(target, shape):
-        return box_of(target)
-    return (0,) * len(shape), shape
+class LiveTensors:
+    """The live tensors of this rank, and what a snapshot has for them.
 
-
-def target_of(source: StateSource, expected: Mapping[str, torch.Tensor], saved: Iterable[str]) -> Target:
-    """Return a function from a name in the snapshot to the live tensor that it fills.
-
-    That is a parameter; for optimizer state it is the parameter to which the state belongs.
+    A tensor of the snapshot fills a *target*: a parameter of that name. For optimizer state the target is the parameter
+    to which the state belongs, since that has the same placement.
     """
-    live = {saved_name: expected[name] for name, saved_name in saved_names(expected, saved).items()}
-    optimizers = source.optimizer_parameters()
 
-    def target(name: str) -> torch.Tensor | None:
-        if name in live:
-            return live[name]
-        for path, parameters in optimizers.items():
+    def __init__(self, source: StateSource, names: Collection[str], where: str, *, casts: bool) -> None:
+        """Ask the program's objects. Raises: StateError, if they raise: no other snapshot would help.
+
+        Args:
+            source: the state of the training.
+            names: the tensors in the snapshot.
+            where: names the snapshot in errors.
+            casts: see ``check_fits``.
+        """
+        self._where = where
+        self._casts = casts
+        try:
+            self._expected = source.expected()
+            self._resizable = source.resizable_names()
+            self._optimizers = source.optimizer_parameters()
+            self._paths = sorted(source.named(), key=len, reverse=True)
+        except StateError:
+            raise
+        except Exception as error:
+            raise StateError(
+                f"the program's objects cannot be asked for the tensors to restore: {error!r}. Nothing was loaded"
+            ) from error
+        self._live: dict[str, torch.Tensor] = {}
+        """Expected tensors by their names in the snapshot."""
+        for name, saved_name in saved_names(self._expected, names).items():
+            self._live[saved_name] = self._expected[name]
+        self._owners = set(map(self._owner_of, self._expected))
+        """Paths of the objects of which tensors are expected."""
+        self._facts: dict[str, Facts | None] = {}
+        """Tensors of the snapshot that belong to these objects; ``None`` where facts are not known yet."""
+        for name in names:
+            if self._belongs_to_owner(name):
+                self._facts[name] = None
+
+    def _owner_of(self, name: str) -> str | None:
+        """Return the path of the object that a tensor belongs to; ``None`` if it is of no object."""
+        for path in self._paths:
+            if name.startswith(f"{path}."):
+                return path
+        return None
+
+    def _belongs_to_owner(self, name: str) -> bool:
+        """False for tensors of objects of which none is expected: optimizers."""
+        owner = self._owner_of(name)
+        return owner is None or owner in self._owners
+
+    def target(self, name: str) -> torch.Tensor | None:
+        """Return the target of a tensor of the snapshot; ``None`` if it has none."""
+        if name in self._live:
+            return self._live[name]
+        for path, parameters in self._optimizers.items():
             prefix = f"{path}.state."
             number = name.removeprefix(prefix).split(".", 1)[0]
             if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
                 return parameters[int(number)]
         return None
 
-    return target
+    def wanted_box(self, name: str, shape: Extent) -> tuple[Extent, Extent]:
+        """Return the part of a tensor of that global shape that its target is given: offsets and shape."""
+        target = self.target(name)
+        if is_part(target, shape):
+            return box_of(target)
+        return (0,) * len(shape), shape
 
+    def is_wanted(self, name: str) -> bool:
+        """False for a live tensor of which nothing falls to this rank.
 
-def other_objects(source: StateSource, expected: Mapping[str, torch.Tensor]) -> Callable[[str], bool]:
-    """Return a function that is true for tensors below objects of which no tensor is expected: optimizers."""
-    paths = sorted(source.named(), key=len, reverse=True)
+        Its shape is known. Optimizer state may have another one than its parameter, so that it is looked for.
+        """
+        return name not in self._live or not is_empty_part(self._live[name])
 
-    def owner_of(name: str) -> str | None:
-        for path in paths:
-            if name.startswith(f"{path}."):
-                return path
-        return None
+    def note(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Note dtype and shape of tensors in a shard, by name. Raises: FormatError, if torch has no such dtype."""
+        for name, stored in tensors.items():
+            facts = facts_of(stored)
+            if self._belongs_to_owner(name):
+                self._facts[name] = facts
 
-    owners = {owner_of(name) for name in expected}
-
-    def is_of_other(name: str) -> bool:
-        owner = owner_of(name)
-        return owner is not None and owner not in owners
-
-    return is_of_other
+    def check_fits(self) -> None:
+        """See ``check_fits``. What is not known yet is not compared."""
+        check_fits(self._facts, self._expected, self._where, casts=self._casts, resizable=self._resizable)
 
 
 def check_fits(

@@ -11,9 +11,9 @@ from operator import attrgetter
 from typing import TypeVar
 
 from lazysnap.errors import ConfigError, FormatError, LevelError, SnapshotNotFound
-from lazysnap.levels import SnapshotStore
 from lazysnap.levels.listing import Directory, Listing, list_directory, without_manifest
 from lazysnap.levels.node_file import FilePlace, entries_of, read_committed
+from lazysnap.levels.storage import Storage
 from lazysnap.levels.threads import in_threads
 from lazysnap.resolver import (
     ANY,
@@ -87,7 +87,7 @@ class StoredSnapshot:
     @property
     def location(self) -> str:
         """Its directory: the name holds run, step and start."""
-        return self.shards[0][0].location
+        return self.shards[0][0].snapshot.directory
 
     @property
     def names(self) -> list[str]:
@@ -105,9 +105,9 @@ class StoredSnapshot:
     @property
     def files(self) -> list[Shard]:
         """Its files, each with one of the shards in it."""
-        files: dict[tuple[str, str], Shard] = {}
+        files: dict[str, Shard] = {}
         for entry, manifest in self.shards:
-            files[entry.location, entry.file] = (entry, manifest)
+            files[entry.file] = (entry, manifest)
         return list(files.values())
 
     @property
@@ -159,9 +159,9 @@ class Catalogue:
     Every method blocks. Raises: LevelError, if the level does not answer.
     """
 
-    def __init__(self, store: SnapshotStore, listing: Listing | None = None) -> None:
+    def __init__(self, storage: Storage, listing: Listing | None = None) -> None:
         """``listing``: of this level, which is not listed again."""
-        self.store = store
+        self.storage = storage
         self._directories: dict[str, Directory | None] = {}
         self._manifests: dict[FilePlace, Manifest | str | None] = {}
         """Manifests that were read. A text: why one cannot be used; ``None``: it was deleted since it was listed."""
@@ -187,7 +187,7 @@ class Catalogue:
 
     @cached_property
     def _names(self) -> list[str]:
-        return self.store.storage.list()
+        return self.storage.list()
 
     @cached_property
     def _snapshot_names(self) -> dict[str, SnapshotName]:
@@ -213,7 +213,7 @@ class Catalogue:
                 directory_names.append(directory_name)
         by_step: dict[tuple[str, int], list[Directory]] = {}
         for directory in self._list(directory_names):
-            name = self._snapshot_names[directory.name]
+            name = directory.snapshot
             if snapshot_filter.includes(name, directory.names):
                 by_step.setdefault((name.run_id, name.step), []).append(directory)
         best_to_worst = sorted(by_step.items(), reverse=True)
@@ -221,11 +221,11 @@ class Catalogue:
             best_to_worst = best_first((item, _names_of(item[1])) for item in best_to_worst)
         for (_, step), directories in best_to_worst:
             entries = tuple(self._manifests_by_entry(directories))
-            plans = candidates([Inventory(self.store.url, entries)], snapshot_filter)
+            plans = candidates([Inventory(self.storage.url, entries)], snapshot_filter)
             if not plans:
                 for directory in directories:
                     if directory.bare:
-                        self.incomplete.append(without_manifest(self.store.url, step, directory))
+                        self.incomplete.append(without_manifest(self.storage.url, directory))
                 self._explain(step, entries)
             yield from plans
 
@@ -251,7 +251,7 @@ class Catalogue:
         plan = next(self.plans_for(which, run), None)
         if plan is not None:
             return plan
-        message = f"{self.store.url}: no complete snapshot {which!r}"
+        message = f"{self.storage.url}: no complete snapshot {which!r}"
         if run:
             message += f" of run {run}"
         steps = set()
@@ -269,7 +269,7 @@ class Catalogue:
         run_ids = [run_id for run_id in self.runs if run_id.startswith(digits.lower())]
         if len(run_ids) == 1:
             return run_ids[0]
-        return run_of(digits, [self.inventory()], self.store.url)
+        return run_of(digits, [self.inventory()], self.storage.url)
 
     @cached_property
     def runs(self) -> dict[str, str]:
@@ -277,7 +277,7 @@ class Catalogue:
         run_ids = set()
         for directory in self._list_all():
             if directory.ranges:
-                run_ids.add(self._snapshot_names[directory.name].run_id)
+                run_ids.add(directory.snapshot.run_id)
         return short_ids(run_ids)
 
     def shards(self, plan: RestartPlan) -> list[Shard]:
@@ -285,7 +285,7 @@ class Catalogue:
         shards = []
         for offers in plan.sources:
             entry = offers[0]
-            manifest = self._manifests[self.store.place(entry)]
+            manifest = self._manifests[FilePlace.of(self.storage, entry)]
             assert isinstance(manifest, Manifest)
             shards.append((entry, manifest))
         return shards
@@ -314,9 +314,9 @@ class Catalogue:
         complete_names = set()
         for key, entries in snapshots(manifests).items():
             shards = []
-            for entry in sorted(entries, key=attrgetter("rank", "location")):
+            for entry in sorted(entries, key=attrgetter("rank", "file")):
                 shards.append((entry, manifests[entry]))
-                committed_names.add(entry.location)
+                committed_names.add(entry.snapshot.directory)
             snapshot = StoredSnapshot(key, tuple(shards), is_complete(entries))
             stored.append(snapshot)
             if snapshot.is_complete:
@@ -325,7 +325,7 @@ class Catalogue:
         stored.sort(key=attrgetter("step", "key"))
         uncommitted, bare = self._incomplete_of(directories, committed_names, complete_names)
         contents = Contents(
-            self.store.url,
+            self.storage.url,
             snapshots=tuple(stored),
             uncommitted=uncommitted,
             without_manifest=bare,
@@ -349,11 +349,11 @@ class Catalogue:
         uncommitted = []
         bare = []
         for directory in directories:
-            name = self._snapshot_names[directory.name]
+            name = directory.snapshot
             if directory.name not in committed:
                 uncommitted.append((directory.name, name.step))
             if directory.bare and directory.name not in complete:
-                bare.append((name, without_manifest(self.store.url, name.step, directory, "is not complete")))
+                bare.append((name, without_manifest(self.storage.url, directory, "is not complete")))
         return tuple(sorted(uncommitted)), tuple(sorted(bare))
 
     def inventory(self, share: tuple[int, int] | None = None) -> Inventory:
@@ -365,14 +365,11 @@ class Catalogue:
         entries = tuple(self._manifests_by_entry(self._list_all(), share))
         problems = list(self._unlisted)
         for place, manifest in self._manifests.items():
-            name = SnapshotName.parse(place.directory)
-            if isinstance(manifest, Manifest) or (name is None and manifest is None):
+            if isinstance(manifest, Manifest):
                 continue
             problem = manifest or f"{place.where}: its manifest was deleted while this level was read"
-            if name is not None:
-                problem = f"step {name.step} passed over: {problem}"
-            problems.append(problem)
-        return Inventory(self.store.url, entries, tuple(problems))
+            problems.append(f"step {self._snapshot_names[place.directory].step} passed over: {problem}")
+        return Inventory(self.storage.url, entries, tuple(problems))
 
     # ---------------------------------------------------------------- listings and manifests
 
@@ -384,7 +381,7 @@ class Catalogue:
         """Return the directories of these names that can be listed. Each is listed once."""
 
         def list_one(name: str) -> Directory | None:
-            return list_directory(self.store.storage, name, self._unlisted)
+            return list_directory(self.storage, name, self._unlisted)
 
         _add_missing(self._directories, names, list_one)
         directories = []
@@ -404,13 +401,13 @@ class Catalogue:
         directory_of: dict[FilePlace, Directory] = {}
         for directory in directories:
             for node in directory.nodes(share):
-                directory_of[FilePlace(self.store.storage, directory.name, node)] = directory
+                directory_of[FilePlace(self.storage, directory.name, node)] = directory
         _add_missing(self._manifests, directory_of, _read_manifest)
         manifests = {}
         for place, directory in directory_of.items():
             manifest = self._manifests[place]
             if isinstance(manifest, Manifest):
-                for entry in entries_of(manifest, self.store.url, self.store.speed, directory.name):
+                for entry in entries_of(manifest, self.storage.url):
                     manifests[replace(entry, names=directory.names)] = manifest
         return manifests
 
@@ -425,7 +422,7 @@ class Catalogue:
                 if len(missing) > 5:
                     ranks += ", …"
                 self.incomplete.append(
-                    f"{self.store.url}: step {step} is not complete: no valid manifest there "
+                    f"{self.storage.url}: step {step} is not complete: no valid manifest there "
                     f"has rank {ranks}; {len(missing)} of {key.world_size} ranks are missing"
                 )
 

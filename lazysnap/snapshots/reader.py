@@ -8,10 +8,10 @@ from functools import cached_property
 from typing import TypeVar
 
 from lazysnap.errors import FormatError, SnapshotNotFound
-from lazysnap.levels import SnapshotStore
 from lazysnap.levels.blocks import Blocks, FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import Progress, no_progress
+from lazysnap.levels.storage import Storage
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
@@ -177,7 +177,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     ranks: dict[FilePlace, list[int]] = defaultdict(list)
     files: dict[FilePlace, FileBlocks] = {}
     for entry, manifest in catalogue.shards(plan):
-        place = catalogue.store.place(entry)
+        place = FilePlace.of(catalogue.storage, entry)
         ranks[place].append(entry.rank)
         if place not in files:
             files[place] = FileBlocks(place, manifest, stays_open=len(files) < _MOST_OPEN)
@@ -198,7 +198,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     return OpenSnapshot(plan, [shards[rank] for rank in sorted(shards)])
 
 
-def retry_if_deleted(store: SnapshotStore, attempt: Callable[[Catalogue], Result]) -> Result:
+def retry_if_deleted(storage: Storage, attempt: Callable[[Catalogue], Result]) -> Result:
     """Return ``attempt(catalogue)``; with a new catalogue, if a file vanished since it was listed.
 
     Retention of a running training deletes a snapshot only after a newer one is complete: a new listing has that one.
@@ -207,7 +207,7 @@ def retry_if_deleted(store: SnapshotStore, attempt: Callable[[Catalogue], Result
     """
     previous_listing = None
     for _ in range(_ATTEMPTS):
-        catalogue = Catalogue(store)
+        catalogue = Catalogue(storage)
         try:
             return attempt(catalogue)
         except FileNotFoundError as error:  # SnapshotNotFound is a FileNotFoundError, too
@@ -216,7 +216,7 @@ def retry_if_deleted(store: SnapshotStore, attempt: Callable[[Catalogue], Result
             previous_listing = catalogue.listed
             last_error = error
     raise SnapshotNotFound(
-        f"{store.url}: {_ATTEMPTS} times a snapshot was deleted while it was read; raise keep_last of the training "
+        f"{storage.url}: {_ATTEMPTS} times a snapshot was deleted while it was read; raise keep_last of the training "
         "that writes there, or give a snapshot a name with engine.keep() and read that"
     ) from last_error
 

@@ -133,7 +133,7 @@ def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
     for name, buffer in module.named_buffers(remove_duplicate=False):
         value = state.get(name)
         if is_uninitialised(buffer) or not isinstance(value, torch.Tensor):
-            continue  # load_state_dict gives a lazy one its shape
+            continue  # load_state_dict gives an uninitialised one its shape
         if value.shape != buffer.shape:
             buffer.data = buffer.new_empty(value.shape)
     _fill_expanded(module, state)

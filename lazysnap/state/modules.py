@@ -63,6 +63,13 @@ def fitted(module: torch.nn.Module, saved: Mapping[str, Any]) -> "OrderedDict[st
     return state
 
 
+def can_be_filled(live: Any, saved: Any) -> bool:
+    """True if both are tensors, and the live one can take the values of the saved one (``fill``)."""
+    if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor):
+        return False
+    return live.shape == saved.shape and live.dtype == saved.dtype
+
+
 def fill(live: torch.Tensor, value: torch.Tensor) -> None:
     """Copy values of the same shape into a live tensor, also into an expanded one. The caller turned gradients off.
 

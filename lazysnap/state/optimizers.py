@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 from lazysnap.errors import StateError
 from lazysnap.shard.manifest import EXTRAS
 from lazysnap.shard.strides import Order, order_of
+from lazysnap.state.modules import can_be_filled
 from lazysnap.state.sharding import local_of
 from lazysnap.state.source import OPTIMIZERS, StateSource, parameters_of
 from lazysnap.state.wrappers import stepping
@@ -318,7 +319,7 @@ def _find_places(live: Any, saved: Any, places: list[tuple[Any, Any, Any]]) -> b
     for key, value in items:
         live_value = live.get(key) if isinstance(live, dict) else live[key]
         if isinstance(value, torch.Tensor):
-            if not _can_be_filled(live_value, value):
+            if not _has_form_of(live_value, value):
                 return False
             places.append((live, key, value))
         elif not _holds_tensors(value) and not _holds_tensors(live_value):
@@ -337,9 +338,9 @@ def _is_like_container(live: Any, saved: Any) -> bool:
     return isinstance(saved, list) and len(live) == len(saved)
 
 
-def _can_be_filled(live: Any, saved: torch.Tensor) -> bool:
-    """True if ``live`` is a tensor that can take ``saved``: elements that share memory cannot."""
-    if type(live) is not type(saved) or live.shape != saved.shape or live.dtype != saved.dtype:
+def _has_form_of(live: Any, saved: torch.Tensor) -> bool:
+    """True if ``live`` can be filled, and is of the same type and memory order: elements share no memory."""
+    if type(live) is not type(saved) or not can_be_filled(live, saved):
         return False
     order = _order(live)
     if order != _order(saved):

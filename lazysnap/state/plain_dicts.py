@@ -7,7 +7,7 @@ import torch
 
 from lazysnap.errors import StateError
 from lazysnap.state.codec import path_text
-from lazysnap.state.modules import fill
+from lazysnap.state.modules import can_be_filled, fill
 
 
 def restore_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
@@ -27,7 +27,7 @@ def check_dict(path: str, live: dict[Any, Any], saved: Any) -> None:
             "dict. Nothing was loaded. Name the objects as when the snapshot was taken"
         )
     for place, tensor, value in _pairs(live, saved, (path,)):
-        if tensor.requires_grad and not _can_be_filled(tensor, value):
+        if tensor.requires_grad and not can_be_filled(tensor, value):
             saved_form = type(value).__name__
             if isinstance(value, torch.Tensor):
                 saved_form = f"{value.dtype} {list(value.shape)}"
@@ -49,16 +49,9 @@ def _pairs(live: Any, saved: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple
             yield from _pairs(item, value, (*path, index))
 
 
-def _can_be_filled(live: Any, saved: Any) -> bool:
-    """True if both are tensors, and the live one can take the values of the saved one."""
-    if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor):
-        return False
-    return live.shape == saved.shape and live.dtype == saved.dtype
-
-
 def _fill(live: Any, saved: Any) -> Any:
     """Return the value that belongs where ``live`` is: ``live`` itself, filled, or ``saved``."""
-    if _can_be_filled(live, saved):
+    if can_be_filled(live, saved):
         fill(live, saved)
         return live
     if isinstance(live, dict) and isinstance(saved, dict):  # also an OrderedDict, which is saved as a dict

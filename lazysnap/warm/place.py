@@ -1,4 +1,4 @@
-"""Where processes of this user meet: the runtime directory, and in it those of the owners of warm parents.
+"""The directories in which processes of this user meet: the runtime directory, and in it one per owner of warm parents.
 
 The runtime directory is also that of keepers: ``keeper.runtime``. It is here because a start of a program imports
 nothing of lazysnap but this package.

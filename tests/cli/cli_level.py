@@ -13,7 +13,7 @@ from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.cli import main
 from lazysnap.levels.node_file import entries_of
 from lazysnap.levels.source import MemorySource, map_anonymous
-from lazysnap.levels.store import open_store
+from lazysnap.levels.store import keep, open_storage
 from lazysnap.resolver import Entry
 from lazysnap.shard.layout import PAGE, Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
@@ -78,7 +78,7 @@ def put(
     parameters: dict[str, list[str]] | None = None,
 ) -> Entry:
     """Commit a snapshot of ``state``."""
-    store = open_store(url)
+    storage = open_storage(url)
     walked = walk({"model": {"w": torch.full((1000,), float(step))}, "step": step} if state is None else state)
     first: dict[object, str] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -104,9 +104,9 @@ def put(
         packages={"lazysnap": "0.1.0", "torch": torch.__version__},
         parameters=parameters,
     )
-    (entry,) = entries_of(write_shard(store, meta, shard.source), store.url, store.speed, meta.name.directory)
+    (entry,) = entries_of(write_shard(storage, meta, shard.source), storage.url)
     for name in names:
-        store.keep(entry, name)
+        keep(storage, entry.snapshot, name)
     return entry
 
 

@@ -11,7 +11,7 @@ import pytest
 from cli_level import MANIFEST, SHARD, at, change, files, put, run, run_json
 from support.catalogue import inventory_of, newest_directory
 
-from lazysnap.levels.store import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import ALGORITHM, digest
 from lazysnap.shard.limits import MAX_RANKS
 
@@ -120,7 +120,7 @@ def test_a_state_at_the_limit_is_shown_and_exported(make_url, tmp_path):
     url = make_url("local")
     put(url, 10)
     claim(url, shards__0__state=json.loads('{"a":' * 100 + "[" * 200 + "]" * 200 + "}" * 100))
-    assert inventory_of(open_store(url)).problems == ()
+    assert inventory_of(open_storage(url)).problems == ()
     assert run("show", url, "10") == 0
     assert run("show", url, "10", "--json") == 0
 

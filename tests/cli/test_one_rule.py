@@ -7,7 +7,7 @@ from cli_level import OTHER, RUN, at, put, run, run_json
 from support.catalogue import inventory_of, newest_directory
 from support.names import START
 
-from lazysnap.levels.store import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def put_ranks(url, *ranks):
 
 
 def complete(url):
-    return [plan.key.start for plan in candidates([inventory_of(open_store(url))])]
+    return [plan.key.start for plan in candidates([inventory_of(open_storage(url))])]
 
 
 def test_parts_of_two_starts_are_no_snapshot(url, capsys):

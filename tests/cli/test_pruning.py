@@ -21,13 +21,13 @@ from cli_level import (
 from rich.filesize import decimal
 from support.catalogue import inventory_of
 
-from lazysnap.levels.store import open_store
+from lazysnap.levels.store import keep, open_storage
 
 pytestmark = pytest.mark.slow
 
 
 def steps(url: str, run_id: str = RUN) -> list[int]:
-    return sorted(entry.step for entry in inventory_of(open_store(url)).entries if entry.run_id == run_id)
+    return sorted(entry.step for entry in inventory_of(open_storage(url)).entries if entry.run_id == run_id)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_what_dead_writers_left_goes(make_url, capsys, a_day_later):
 def test_what_a_living_writer_writes_stays(make_url, capsys):
     url = make_url("local")
     put(url, 10)
-    writer = open_store(url).storage.create(f"{at(20)}/{SHARD}", 4096)
+    writer = open_storage(url).create(f"{at(20)}/{SHARD}", 4096)
     try:
         assert run("prune", url, "--keep-last", "1", "--yes") == 0
         assert len([path for path in files(url) if path.startswith(at(20))]) == 1
@@ -182,11 +182,11 @@ def test_what_stays_since_somebody_named_it_meanwhile_is_not_said_to_be_freed(fi
             return True
 
         def readline(self) -> str:
-            store = open_store(five)
-            store.keep(inventory_of(store).entries[0], "best")
+            storage = open_storage(five)
+            keep(storage, inventory_of(storage).entries[0].snapshot, "best")
             return "y"
 
-    named = inventory_of(open_store(five)).entries[0].step
+    named = inventory_of(open_storage(five)).entries[0].step
     monkeypatch.setattr("sys.stdin", Terminal())
     assert run("prune", five, "--keep-last", "1") == 0
     printed = capsys.readouterr()

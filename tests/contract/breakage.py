@@ -15,13 +15,15 @@ from support.place import BLOCK, WAIT_S, MakeStorage, Place, everything, write_o
 from support.snapshots import RUN, SHARD, Snapshot, directory, look
 
 from lazysnap.errors import LazySnapError, LevelError
-from lazysnap.levels.node_file import delete_files
+from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import SnapshotStore
+from lazysnap.levels.store import keep, release
 from lazysnap.levels.watchdog import Beat, LevelHangs, Watchdog
+from lazysnap.levels.watched import WatchedStorage
 from lazysnap.resolver import candidates
 
-Work = Callable[[SnapshotStore], object]
+Work = Callable[[Storage], object]
 
 
 @dataclass(frozen=True)
@@ -29,39 +31,39 @@ class Scenario:
     """Something that is done to a place that holds the snapshots 1 and 2, and what may be gone after it."""
 
     work: Work
-    prepare: Work = lambda store: None
+    prepare: Work = lambda storage: None
     may_go: frozenset[int] = frozenset()
 
 
-def _write(store: SnapshotStore) -> None:
-    Snapshot(3, elements=BLOCK).write(store)  # two blocks
+def _write(storage: Storage) -> None:
+    Snapshot(3, elements=BLOCK).write(storage)  # two blocks
 
 
-def _write_again(store: SnapshotStore) -> None:
-    Snapshot(2, elements=6000, start="2" * 16).write(store)
+def _write_again(storage: Storage) -> None:
+    Snapshot(2, elements=6000, start="2" * 16).write(storage)
 
 
-def _delete(store: SnapshotStore) -> None:
-    Snapshot(1).delete(store)
+def _delete(storage: Storage) -> None:
+    Snapshot(1).delete(storage)
 
 
-def _leave_rests(store: SnapshotStore) -> None:
+def _leave_rests(storage: Storage) -> None:
     for step in (2, 3):
-        write_object(store.storage, f"{directory(step, start='9' * 16)}/{SHARD}", b"left by the dead")
+        write_object(storage, f"{directory(step, start='9' * 16)}/{SHARD}", b"left by the dead")
 
 
-def _sweep(store: SnapshotStore) -> None:
-    store.sweep()
+def _sweep(storage: Storage) -> None:
+    sweep(storage)
 
 
-def _read(store: SnapshotStore) -> None:
-    look(store)
+def _read(storage: Storage) -> None:
+    look(storage)
 
 
-def _name(store: SnapshotStore) -> None:
-    for entry in inventory_of(store).entries:
-        store.keep(entry, f"name-{entry.step}")
-    store.release(RUN, "name-1")
+def _name(storage: Storage) -> None:
+    for entry in inventory_of(storage).entries:
+        keep(storage, entry.snapshot, f"name-{entry.step}")
+    release(storage, RUN, "name-1")
 
 
 SCENARIOS = {
@@ -93,12 +95,12 @@ def _concerns(fault: Fault, operation: str) -> bool:
     return not (isinstance(fault, Fail) and fault.after) or operation in CHANGES or fault.lasting
 
 
-def _needed(store: SnapshotStore) -> list[str]:
+def _needed(storage: Storage) -> list[str]:
     """The objects of all that is offered."""
-    inventory = inventory_of(store)
-    directories = {entry.location for entry in inventory.entries}
+    inventory = inventory_of(storage)
+    directories = {entry.snapshot.directory for entry in inventory.entries}
     objects = {f"{name}/node-00000-of-00001.{kind}" for name in directories for kind in ("safetensors", "json")}
-    names = {f"{entry.location}/keep-{given}" for entry in inventory.entries for given in entry.names}
+    names = {f"{entry.snapshot.directory}/keep-{given}" for entry in inventory.entries for given in entry.names}
     return sorted(objects | names)
 
 
@@ -106,7 +108,7 @@ _DRY_RUNS: dict[tuple[type, Scenario], list[str]] = {}
 
 
 class BreakageContract(Place):
-    """What ``SnapshotStore`` promises over a storage that fails, as tests; see ``StorageContract``."""
+    """What snapshots at a storage that fails promise, as tests; see ``StorageContract``."""
 
     every = 1
     """Try each ``every``-th operation only, where a place is slow; which ones, differs from fault to fault."""
@@ -116,12 +118,12 @@ class BreakageContract(Place):
         """Objects without a writer count as abandoned and settled at once, so that a sweep removes them."""
         monkeypatch.setattr(Storage, "abandoned_after_s", -3600.0)
 
-    def _prepared(self, make_storage: MakeStorage, name: str, scenario: Scenario) -> SnapshotStore:
-        store = SnapshotStore(make_storage(name))
+    def _prepared(self, make_storage: MakeStorage, name: str, scenario: Scenario) -> Storage:
+        storage = make_storage(name)
         for step in (1, 2):
-            Snapshot(step).write(store)
-        scenario.prepare(store)
-        return store
+            Snapshot(step).write(storage)
+        scenario.prepare(storage)
+        return storage
 
     def _chosen(self, operations: list[tuple[int, str]], salt: str) -> list[tuple[int, str]]:
         first = zlib.crc32(salt.encode()) % min(self.every, max(1, len(operations)))
@@ -131,32 +133,32 @@ class BreakageContract(Place):
         """What the scenario does when nothing fails: the same each time, so a dry run serves all faults."""
         key = (type(self), scenario)
         if key not in _DRY_RUNS:
-            store = self._prepared(make_storage, "dry", scenario)
+            storage = self._prepared(make_storage, "dry", scenario)
             plan = FaultPlan()
-            scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)))
+            scenario.work(FaultyStorage(storage, plan))
             assert plan.operations
             _DRY_RUNS[key] = plan.operations
         return _DRY_RUNS[key]
 
     def _check(self, make_storage: MakeStorage, name: str, scenario: Scenario, *, is_silent: bool) -> None:
         """What must hold when the place is well again: for a restart, and for the run that goes on."""
-        store = SnapshotStore(make_storage(name))
-        findings = look(store)
+        storage = make_storage(name)
+        findings = look(storage)
         # What was whole before and need not go is whole, and there is a candidate.
         assert set(findings.steps()) >= {1, 2} - scenario.may_go, findings.problems
         assert findings.steps()
-        assert candidates([inventory_of(store)])
+        assert candidates([inventory_of(storage)])
         # Unless bytes were lost in silence there is nothing to complain of.
         assert is_silent or findings.problems == ()
 
         # The run goes on, and nothing stays that nobody needs.
-        newest = Snapshot(9).write(store)
-        for entry in inventory_of(store).entries:
-            assert entry == newest or delete_files([store.place(entry)]) != bool(entry.names)
-        assert 9 in look(store).steps()
-        store.sweep()
+        newest = Snapshot(9).write(storage)
+        for entry in inventory_of(storage).entries:
+            assert entry == newest or delete_files([FilePlace.of(storage, entry)]) != bool(entry.names)
+        assert 9 in look(storage).steps()
+        sweep(storage)
         if not is_silent:
-            assert everything(store.storage) == _needed(store)
+            assert everything(storage) == _needed(storage)
 
     @pytest.mark.usefixtures("no_patience")
     @pytest.mark.parametrize("how", FAULTS)
@@ -168,11 +170,11 @@ class BreakageContract(Place):
         concerned = [(n, operation) for n, operation in operations if _concerns(FAULTS[how](n), operation)]
         for n, operation in self._chosen(concerned, f"{what} {how}"):
             fault = FAULTS[how](n)
-            store = self._prepared(make_storage, f"n{n}", scenario)
+            storage = self._prepared(make_storage, f"n{n}", scenario)
             plan = FaultPlan(fault)
             # It may fail, or not notice; what it raises is one of ours.
             with contextlib.suppress(LazySnapError, FileNotFoundError):
-                scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)))
+                scenario.work(FaultyStorage(storage, plan))
             assert fault in plan.happened
             is_silent = isinstance(fault, Flip) or (isinstance(fault, Truncate) and fault.claims_success)
             try:
@@ -186,14 +188,14 @@ class BreakageContract(Place):
         """At every operation; and when it comes back, what was given up leaves nothing half behind."""
         scenario = SCENARIOS[what]
         for n, operation in self._chosen(list(enumerate(self._operations(make_storage, scenario), 1)), what):
-            store = self._prepared(make_storage, f"n{n}", scenario)
+            storage = self._prepared(make_storage, f"n{n}", scenario)
             plan, ended = FaultPlan(Hang(n)), threading.Event()
 
             def work(
-                beat: Beat, store: SnapshotStore = store, plan: FaultPlan = plan, ended: threading.Event = ended
+                beat: Beat, storage: Storage = storage, plan: FaultPlan = plan, ended: threading.Event = ended
             ) -> None:
                 try:
-                    scenario.work(SnapshotStore(FaultyStorage(store.storage, plan)).watched(beat))
+                    scenario.work(WatchedStorage(FaultyStorage(storage, plan), beat))
                 finally:
                     ended.set()
 

@@ -11,8 +11,12 @@ from support.place import BLOCK, PAGE, WAIT_S, MakeStorage, Place, at_once, ever
 from support.snapshots import MANIFEST, OTHER, RUN, SHARD, Snapshot, directory, look, read_whole
 
 from lazysnap.errors import FormatError
+from lazysnap.levels.blocks import verify
+from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import MemorySource
-from lazysnap.levels.store import SnapshotStore
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import keep, release
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.resolver import SnapshotFilter, candidates
 
@@ -66,157 +70,149 @@ class HookedSource(MemorySource):
 
 
 class StoreContract(Place):
-    """What ``SnapshotStore`` promises over a storage, as tests; see ``StorageContract``."""
-
-    @pytest.fixture
-    def make_store(self, make_storage: MakeStorage) -> Callable[[], SnapshotStore]:
-        """Makes stores, each with a client of its own."""
-        return lambda: SnapshotStore(make_storage())
-
-    @pytest.fixture
-    def store(self, make_store: Callable[[], SnapshotStore]) -> SnapshotStore:
-        """One of them."""
-        return make_store()
+    """What snapshots at a storage promise, as tests; see ``StorageContract``."""
 
     @pytest.mark.parametrize("elements", [0, 1, PAGE, 5000, BLOCK - PAGE, BLOCK - PAGE + 1, 2 * BLOCK + 1])
-    def test_what_was_written_is_read_back(self, make_store: Callable[[], SnapshotStore], elements: int) -> None:
+    def test_what_was_written_is_read_back(self, make_storage: MakeStorage, elements: int) -> None:
         """By another client, every byte, whatever the size."""
-        store, other = make_store(), make_store()
-        manifest = write_shard(store, Snapshot(1, elements=elements).meta, Snapshot(1, elements=elements).source())
+        storage, other = make_storage(), make_storage()
+        manifest = write_shard(storage, Snapshot(1, elements=elements).meta, Snapshot(1, elements=elements).source())
 
         (entry,) = inventory_of(other).entries
         assert (entry.step, entry.run_id) == (1, RUN)
-        assert other.place(entry).read_manifest() == manifest == other.verify(other.place(entry))
+        assert FilePlace.of(other, entry).read_manifest() == manifest == verify(FilePlace.of(other, entry))
         read_whole(other, entry)
-        assert everything(store.storage) == [f"{directory(1)}/{MANIFEST}", f"{directory(1)}/{SHARD}"]
+        assert everything(storage) == [f"{directory(1)}/{MANIFEST}", f"{directory(1)}/{SHARD}"]
 
-    def test_an_empty_place_offers_nothing(self, store: SnapshotStore) -> None:
+    def test_an_empty_place_offers_nothing(self, storage: Storage) -> None:
         """And has no problem."""
-        inventory = inventory_of(store)
+        inventory = inventory_of(storage)
         assert (inventory.entries, inventory.problems) == ((), ())
-        assert store.sweep() == []
+        assert sweep(storage) == []
 
     @pytest.mark.parametrize("at", ["view", "finish"])
-    def test_an_aborted_capture_leaves_nothing(self, store: SnapshotStore, at: str) -> None:
+    def test_an_aborted_capture_leaves_nothing(self, storage: Storage, at: str) -> None:
         """At the last block, or after it."""
 
         def abort() -> None:
             raise CaptureAborted("torn")
 
-        Snapshot(1).write(store)
-        before = everything(store.storage)
+        Snapshot(1).write(storage)
+        before = everything(storage)
         snapshot = Snapshot(2, elements=BLOCK)
         with pytest.raises(CaptureAborted):
-            write_shard(store, snapshot.meta, HookedSource(snapshot, at=at, action=abort))
+            write_shard(storage, snapshot.meta, HookedSource(snapshot, at=at, action=abort))
 
-        assert everything(store.storage) == before
-        assert look(store).steps() == [1]
+        assert everything(storage) == before
+        assert look(storage).steps() == [1]
 
-    def test_nothing_is_offered_before_the_commit(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_nothing_is_offered_before_the_commit(self, make_storage: MakeStorage) -> None:
         """Not to another client either."""
-        store, other, seen = make_store(), make_store(), []
-        Snapshot(1).write(store)
+        storage, other, seen = make_storage(), make_storage(), []
+        Snapshot(1).write(storage)
         snapshot = Snapshot(2)
-        write_shard(store, snapshot.meta, HookedSource(snapshot, at="finish", action=lambda: seen.append(look(other))))
+        write_shard(
+            storage, snapshot.meta, HookedSource(snapshot, at="finish", action=lambda: seen.append(look(other)))
+        )
 
         assert seen[0].steps() == [1]
         assert seen[0].problems == ()
         assert look(other).steps() == [1, 2]
 
-    def test_a_snapshot_is_complete_with_its_last_rank(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_a_snapshot_is_complete_with_its_last_rank(self, make_storage: MakeStorage) -> None:
         """Each rank writes for itself."""
         for rank in range(3):
-            assert candidates([inventory_of(make_store())]) == []
-            Snapshot(5, rank=rank, world_size=3).write(make_store())
-        (plan,) = candidates([inventory_of(make_store())])
+            assert candidates([inventory_of(make_storage())]) == []
+            Snapshot(5, rank=rank, world_size=3).write(make_storage())
+        (plan,) = candidates([inventory_of(make_storage())])
         assert (plan.step, plan.world_size) == (5, 3)
         for (entry,) in plan.sources:
-            read_whole(make_store(), entry)
+            read_whole(make_storage(), entry)
 
-    def test_the_ranks_of_a_step_may_write_at_once(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_the_ranks_of_a_step_may_write_at_once(self, make_storage: MakeStorage) -> None:
         """Into one directory, while others are swept and removed."""
-        errors = at_once(*[Snapshot(5, rank=rank, world_size=4).write_later(make_store()) for rank in range(4)])
+        errors = at_once(*[Snapshot(5, rank=rank, world_size=4).write_later(make_storage()) for rank in range(4)])
         assert errors == [None] * 4
-        (plan,) = candidates([inventory_of(make_store())])
-        assert len({entry.location for (entry,) in plan.sources}) == 1
+        (plan,) = candidates([inventory_of(make_storage())])
+        assert len({entry.snapshot.directory for (entry,) in plan.sources}) == 1
 
-    def test_one_store_writes_several_steps_at_once(self, store: SnapshotStore) -> None:
+    def test_one_store_writes_several_steps_at_once(self, storage: Storage) -> None:
         """It is thread-safe for different steps."""
-        errors = at_once(*[Snapshot(step, elements=50_000).write_later(store) for step in range(1, 7)])
+        errors = at_once(*[Snapshot(step, elements=50_000).write_later(storage) for step in range(1, 7)])
         assert errors == [None] * 6
-        assert look(store).steps() == [1, 2, 3, 4, 5, 6]
+        assert look(storage).steps() == [1, 2, 3, 4, 5, 6]
 
-    def test_the_same_step_of_another_run_is_beside_it(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_the_same_step_of_another_run_is_beside_it(self, make_storage: MakeStorage) -> None:
         """And is left alone when the first run's goes."""
         for run_id in (RUN, OTHER):
             for step in (1, 2):
-                Snapshot(step, run_id).write(make_store())
-        store = make_store()
-        assert look(store).steps(RUN) == look(store).steps(OTHER) == [1, 2]
-        assert Snapshot(1, OTHER).delete(store)
-        assert look(store).steps(RUN) == [1, 2]
-        assert look(store).steps(OTHER) == [2]
+                Snapshot(step, run_id).write(make_storage())
+        storage = make_storage()
+        assert look(storage).steps(RUN) == look(storage).steps(OTHER) == [1, 2]
+        assert Snapshot(1, OTHER).delete(storage)
+        assert look(storage).steps(RUN) == [1, 2]
+        assert look(storage).steps(OTHER) == [2]
 
-    def test_the_same_step_of_a_later_start_is_beside_it(self, store: SnapshotStore) -> None:
+    def test_the_same_step_of_a_later_start_is_beside_it(self, storage: Storage) -> None:
         """A resumed run passes a step again, perhaps with other bytes; the older one may go."""
-        Snapshot(1).write(store)
+        Snapshot(1).write(storage)
         again = Snapshot(1, elements=6000, start="2" * 16)
-        again.write(store)
-        assert look(store).steps() == [1, 1]
-        assert candidates([inventory_of(store)])[0].start == again.start
+        again.write(storage)
+        assert look(storage).steps() == [1, 1]
+        assert candidates([inventory_of(storage)])[0].start == again.start
 
-        assert Snapshot(1).delete(store)
-        (entry,) = look(store).whole
+        assert Snapshot(1).delete(storage)
+        (entry,) = look(storage).whole
         assert entry.start == again.start
-        assert len(everything(store.storage)) == 2
+        assert len(everything(storage)) == 2
 
-    def test_what_is_committed_is_not_written_again(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_what_is_committed_is_not_written_again(self, make_storage: MakeStorage) -> None:
         """A keeper that takes over may bring the same capture once more."""
-        Snapshot(1).write(make_store())
-        (before,) = inventory_of(make_store()).entries
-        made = make_store().place(before).read_manifest()
-        assert Snapshot(1).write(make_store()) == before
-        assert make_store().place(before).read_manifest() == made
+        Snapshot(1).write(make_storage())
+        (before,) = inventory_of(make_storage()).entries
+        made = FilePlace.of(make_storage(), before).read_manifest()
+        assert Snapshot(1).write(make_storage()) == before
+        assert FilePlace.of(make_storage(), before).read_manifest() == made
 
-    def test_writers_of_one_step_of_several_runs_are_all_served(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_writers_of_one_step_of_several_runs_are_all_served(self, make_storage: MakeStorage) -> None:
         """At once, each with a client of its own."""
         runs = [f"{number}" * 16 for number in range(4)]
-        errors = at_once(*[Snapshot(7, run_id, elements=50_000).write_later(make_store()) for run_id in runs])
+        errors = at_once(*[Snapshot(7, run_id, elements=50_000).write_later(make_storage()) for run_id in runs])
 
-        findings = look(make_store())
+        findings = look(make_storage())
         assert [error for error in errors if error is not None] == []
         assert findings.problems == ()
         assert sorted(entry.run_id for entry in findings.whole) == runs
-        assert len(everything(make_store().storage)) == 8
+        assert len(everything(make_storage())) == 8
 
-    def test_a_job_that_runs_twice_loses_nothing(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_a_job_that_runs_twice_loses_nothing(self, make_storage: MakeStorage) -> None:
         """Each start writes its own snapshot of a step: all of them are whole."""
         for step in (1, 2):
             errors = at_once(
                 *[
-                    Snapshot(step, elements=50_000, start=f"{number}" * 16).write_later(make_store())
+                    Snapshot(step, elements=50_000, start=f"{number}" * 16).write_later(make_storage())
                     for number in (1, 2, 3)
                 ]
             )
             assert errors == [None] * 3
-            findings = look(make_store())
+            findings = look(make_storage())
             assert findings.problems == ()
             assert findings.steps() == sorted(3 * list(range(1, step + 1)))
 
-    def test_damage_of_every_kind_is_found(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_damage_of_every_kind_is_found(self, make_storage: MakeStorage) -> None:
         """Before a byte of it is believed, by one who knew it and one who did not."""
-        store = make_store()
+        storage = make_storage()
         for step in range(1, 2 + len(DAMAGES)):
-            Snapshot(step).write(store)
+            Snapshot(step).write(storage)
         for step, (file, damage) in enumerate(DAMAGES.values(), 2):
             path = f"{directory(step)}/{file}"
-            damaged = damage(store.storage.get(path))
-            store.storage.delete(path)
+            damaged = damage(storage.get(path))
+            storage.delete(path)
             if damaged is not None:
-                store.storage.put(path, damaged)
+                storage.put(path, damaged)
 
         steps = {directory(step): name for step, name in enumerate(DAMAGES, 2)}
-        for client in (store, make_store()):
+        for client in (storage, make_storage()):
             findings = look(client)
             assert findings.steps() == [1]
             said = {name for there, name in steps.items() if any(there in text for text in findings.problems)}
@@ -227,94 +223,91 @@ class StoreContract(Place):
                     assert "shard" in steps[directory(entry.step)]
                     assert "flipped" in steps[directory(entry.step)], "what is lost or cut is not even offered"
                     with pytest.raises(FormatError):
-                        client.verify(client.place(entry))
+                        verify(FilePlace.of(client, entry))
 
-    def test_nothing_is_left_of_what_is_deleted(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_nothing_is_left_of_what_is_deleted(self, make_storage: MakeStorage) -> None:
         """And the others stay; what is not there any more is deleted without complaint."""
-        store = make_store()
+        storage = make_storage()
         for step in (1, 2, 3):
-            Snapshot(step).write(store)
+            Snapshot(step).write(storage)
         for step in (1, 2, 2):
-            assert Snapshot(step).delete(make_store())
-        assert look(store).steps() == [3]
-        assert len(everything(store.storage)) == 2
-        assert directory(1) not in store.storage.list()
+            assert Snapshot(step).delete(make_storage())
+        assert look(storage).steps() == [3]
+        assert len(everything(storage)) == 2
+        assert directory(1) not in storage.list()
 
-    def test_a_name_keeps_a_snapshot_until_it_is_taken_away(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_a_name_keeps_a_snapshot_until_it_is_taken_away(self, make_storage: MakeStorage) -> None:
         """Two names need both to go; the same step again leaves the named one."""
-        store = make_store()
-        entry = Snapshot(1).write(store)
+        storage = make_storage()
+        entry = Snapshot(1).write(storage)
         for name in ("first", "before-anneal_v1.2"):
-            store.keep(entry, name)
+            keep(storage, entry.snapshot, name)
         again = Snapshot(1, elements=6000, start="2" * 16)
-        again.write(store)
-        named = [entry for entry in inventory_of(make_store()).entries if entry.names]
+        again.write(storage)
+        named = [entry for entry in inventory_of(make_storage()).entries if entry.names]
         assert [(entry.step, sorted(entry.names)) for entry in named] == [(1, ["before-anneal_v1.2", "first"])]
-        assert not Snapshot(1).delete(make_store())
-        assert again.delete(make_store())
-        assert look(store).steps() == [1]
-        assert [plan.step for plan in candidates([inventory_of(make_store())], SnapshotFilter(name="first"))] == [1]
+        assert not Snapshot(1).delete(make_storage())
+        assert again.delete(make_storage())
+        assert look(storage).steps() == [1]
+        assert [plan.step for plan in candidates([inventory_of(make_storage())], SnapshotFilter(name="first"))] == [1]
 
-        assert make_store().release(RUN, "first") == [entry.location]
-        assert not Snapshot(1).delete(store)
-        assert look(store).steps() == [1]
-        assert make_store().release(None, "before-anneal_v1.2") == [entry.location]
-        assert Snapshot(1).delete(store)
-        assert everything(store.storage) == []
+        assert release(make_storage(), RUN, "first") == [entry.snapshot.directory]
+        assert not Snapshot(1).delete(storage)
+        assert look(storage).steps() == [1]
+        assert release(make_storage(), None, "before-anneal_v1.2") == [entry.snapshot.directory]
+        assert Snapshot(1).delete(storage)
+        assert everything(storage) == []
 
-    def test_what_is_being_read_is_deleted_and_read_to_its_end(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_what_is_being_read_is_deleted_and_read_to_its_end(self, make_storage: MakeStorage) -> None:
         """Where an open file stays readable; elsewhere the reader is told that the object is gone."""
-        store, reader = make_store(), make_store()
-        entry = Snapshot(1, elements=2 * BLOCK).write(store)
+        storage, reader = make_storage(), make_storage()
+        entry = Snapshot(1, elements=2 * BLOCK).write(storage)
         went: list[bool] = []
         is_first = threading.Lock()  # several threads may read
 
         def delete(num_bytes: int) -> None:
             if is_first.acquire(blocking=False):
-                went.append(Snapshot(1).delete(make_store()))
+                went.append(Snapshot(1).delete(make_storage()))
 
         (error,) = at_once(lambda: read_whole(reader, entry, delete))
         assert went == [True]
         # NFS keeps the directory of a deleted file while that is open.
-        assert [path for path in everything(store.storage) if not path.endswith("/")] == []
+        assert [path for path in everything(storage) if not path.endswith("/")] == []
         if self.keeps_open_files:
             assert error is None
         else:
             assert isinstance(error, FileNotFoundError | None)
 
-    def test_a_sweep_leaves_snapshots_and_living_writers_alone(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_a_sweep_leaves_snapshots_and_living_writers_alone(self, make_storage: MakeStorage) -> None:
         """Whoever sweeps, also in the middle of a write."""
-        store, swept = make_store(), list[str]()
-        Snapshot(1).write(store)
+        storage, swept = make_storage(), list[str]()
+        Snapshot(1).write(storage)
         snapshot = Snapshot(2, elements=BLOCK)
 
         def sweep() -> None:
-            swept.extend(make_store().sweep())
+            swept.extend(sweep(make_storage()))
 
         for at in ("view", "finish"):
-            write_shard(store, snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
-            swept += make_store().sweep()
+            write_shard(storage, snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
+            swept += sweep(make_storage())
         assert swept == []
-        assert set(look(store).steps()) == {1, 2}
-        assert look(store).problems == ()
+        assert set(look(storage).steps()) == {1, 2}
+        assert look(storage).problems == ()
 
-    def test_a_reader_sees_what_others_change(self, make_store: Callable[[], SnapshotStore]) -> None:
+    def test_a_reader_sees_what_others_change(self, make_storage: MakeStorage) -> None:
         """What it knows from before is no reason to offer what is gone."""
-        store, reader = make_store(), make_store()
-        Snapshot(1).write(store)
+        storage, reader = make_storage(), make_storage()
+        Snapshot(1).write(storage)
         assert look(reader).steps() == [1]
-        Snapshot(2).write(store)
+        Snapshot(2).write(storage)
         assert look(reader).steps() == [1, 2]
-        assert Snapshot(1).delete(store)
+        assert Snapshot(1).delete(storage)
         assert look(reader).steps() == [2]
         assert look(reader).problems == ()
 
-    def test_a_writer_that_was_killed_is_in_nobodys_way(
-        self, make_store: Callable[[], SnapshotStore], elsewhere: str | None
-    ) -> None:
+    def test_a_writer_that_was_killed_is_in_nobodys_way(self, make_storage: MakeStorage, elsewhere: str | None) -> None:
         """Nothing of it is offered; the next one writes the same step, and what it left is swept."""
         code = f"""
-from lazysnap.levels.store import SnapshotStore
 from support.image import write_shard
 from support.snapshots import Snapshot
 from contract.stores import HookedSource
@@ -322,28 +315,26 @@ snapshot = Snapshot(2, elements={BLOCK})
 def stop():
     say("written")
     wait()
-write_shard(SnapshotStore(storage), snapshot.meta, HookedSource(snapshot, at="finish", action=stop))
+write_shard(storage, snapshot.meta, HookedSource(snapshot, at="finish", action=stop))
 """
-        store = make_store()
-        Snapshot(1).write(store)
+        storage = make_storage()
+        Snapshot(1).write(storage)
         with in_another_process(elsewhere, code) as child:
             assert child.next_line() == "written"
             child.kill()
-        assert look(store).steps() == [1]
-        assert look(store).problems == ()
-        Snapshot(2).write(store)
-        store.sweep()
-        assert look(store).steps() == [1, 2]
+        assert look(storage).steps() == [1]
+        assert look(storage).problems == ()
+        Snapshot(2).write(storage)
+        sweep(storage)
+        assert look(storage).steps() == [1, 2]
         if self.notices_death:
-            assert len(everything(store.storage)) == 4
+            assert len(everything(storage)) == 4
 
-    def test_a_long_read_and_a_deletion_do_not_wait_for_each_other(
-        self, make_store: Callable[[], SnapshotStore]
-    ) -> None:
+    def test_a_long_read_and_a_deletion_do_not_wait_for_each_other(self, make_storage: MakeStorage) -> None:
         """A reader that stands still holds its own snapshot only."""
-        store, reading, go_on = make_store(), threading.Event(), threading.Event()
-        entry = Snapshot(1).write(store)
-        Snapshot(2).write(store)
+        storage, reading, go_on = make_storage(), threading.Event(), threading.Event()
+        entry = Snapshot(1).write(storage)
+        Snapshot(2).write(storage)
 
         def stand_still(num_bytes: int) -> None:
             reading.set()
@@ -352,14 +343,14 @@ write_shard(SnapshotStore(storage), snapshot.meta, HookedSource(snapshot, at="fi
         with contextlib.ExitStack() as stack:
             stack.callback(go_on.set)
             errors: list[BaseException | None] = []
-            reader = make_store()
+            reader = make_storage()
             thread = threading.Thread(
                 target=lambda: errors.extend(at_once(lambda: read_whole(reader, entry, stand_still))), daemon=True
             )
             thread.start()
             assert reading.wait(WAIT_S)
-            assert Snapshot(1).delete(make_store())
-            assert Snapshot(2).delete(make_store())
+            assert Snapshot(1).delete(make_storage())
+            assert Snapshot(2).delete(make_storage())
         thread.join(WAIT_S)
         if self.keeps_open_files:
             assert errors == [None]

@@ -12,9 +12,9 @@ import seaweed
 from support.place import Place
 
 from contract import BreakageContract, StorageContract, StoreContract
-from lazysnap.levels import open_store
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.store import open_storage
 from lazysnap.levels.watched import WatchedStorage
 
 
@@ -29,7 +29,7 @@ class Disk(Place):
 
     @pytest.fixture
     def elsewhere(self, storage):
-        return f"open_store({storage.url!r}).storage"
+        return f"open_storage({storage.url!r})"
 
     @pytest.fixture
     def read_only(self, storage, tmp_path):
@@ -88,15 +88,15 @@ class S3(Place):
 
     @pytest.fixture
     def make_storage(self, s3_server, root):
-        return lambda name="run": open_store(f"{root}/{name}", options=s3_server.options()).storage
+        return lambda name="run": open_storage(f"{root}/{name}", options=s3_server.options())
 
     @pytest.fixture
     def elsewhere(self, storage, s3_server):
-        return f"open_store({storage.url!r}, options={s3_server.options()!r}).storage"
+        return f"open_storage({storage.url!r}, options={s3_server.options()!r})"
 
     @pytest.fixture
     def read_only(self, storage, s3_server):
-        return open_store(storage.url, options=s3_server.options(seaweed.READER)).storage
+        return open_storage(storage.url, options=s3_server.options(seaweed.READER))
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from small_training import TIMEOUT_S
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.slot_choice import SlotPhase
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def begin_and_cut(training, share):
 
 
 def steps_at(level):
-    return [entry.step for entry in inventory_of(open_store(str(level))).entries]
+    return [entry.step for entry in inventory_of(open_storage(str(level))).entries]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
@@ -87,7 +87,7 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
 
 
 def named(path):
-    return [entry.step for entry in inventory_of(open_store(str(path))).entries if "best" in entry.names]
+    return [entry.step for entry in inventory_of(open_storage(str(path))).entries if "best" in entry.names]
 
 
 def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job, tmp_path):

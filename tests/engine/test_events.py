@@ -5,7 +5,7 @@ from msgspec import structs
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
-from lazysnap.engine.events import KeeperConnection, KeeperEvents
+from lazysnap.engine.events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import Statistics
 
@@ -28,10 +28,11 @@ class Follower:
         self.events.begin(START, 0)
         self.level = LevelState()
         self.state = KeeperState(pid=pid, levels=(self.level,))
-        self.connection = KeeperConnection(pid)
+        self.pid = pid
+        self.is_silent = False
 
     def look(self):
-        self.events.compare(self.state, self.connection)
+        self.events.compare(self.state, self.pid, is_silent=self.is_silent)
 
     def level_says(self, **changes):
         self.level = structs.replace(self.level, **changes)
@@ -49,12 +50,11 @@ class Follower:
         self.level_says(failure=text, failed_step=step, num_failures=self.level.num_failures + 1)
 
     def next_keeper(self, **state):
-        self.connection = KeeperConnection(None)
+        self.pid = None
         self.look()
-        pid = self.state.pid + 1
+        self.pid = self.state.pid + 1
         self.level = LevelState()
-        self.connection = KeeperConnection(pid)
-        self.state = KeeperState(pid=pid, levels=(self.level,), **state)
+        self.state = KeeperState(pid=self.pid, levels=(self.level,), **state)
         self.look()
 
 
@@ -167,7 +167,7 @@ def test_a_lost_keeper_is_told_once_also_if_the_next_one_is_there_already(caplog
     follower.look()
 
     follower.state = KeeperState(pid=2)
-    follower.connection = KeeperConnection(2)
+    follower.pid = 2
     follower.look()
     follower.look()
 
@@ -179,7 +179,7 @@ def test_a_keeper_that_does_not_answer_is_told_and_that_it_answers_again(caplog)
     follower = Follower()
 
     for is_silent in (False, True, True, False):
-        follower.connection = KeeperConnection(1, is_silent)
+        follower.is_silent = is_silent
         follower.look()
 
     assert said(caplog) == ["the keeper of", "the keeper (process"]
@@ -237,11 +237,11 @@ def test_protected_steps_are_counted_and_forgotten_with_the_keeper_that_has_the_
     assert follower.statistics.last_protected_step == 9
     assert follower.statistics.protected == 2
 
-    follower.connection = KeeperConnection(None)
+    follower.pid = None
     follower.look()
     assert follower.statistics.last_protected_step is None
 
-    follower.connection = KeeperConnection(1)  # the same keeper: only the connection was lost
+    follower.pid = 1  # the same keeper: only the connection was lost
     follower.look()
     assert follower.statistics.last_protected_step == 9
 

@@ -4,8 +4,8 @@ import pytest
 from small_training import TIMEOUT_S
 
 from lazysnap.errors import LevelError
-from lazysnap.levels import open_store
 from lazysnap.levels.listing import list_names
+from lazysnap.levels.store import open_storage
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_a_file_in_the_place_of_a_level_is_not_taken_for_an_empty_one(job, tmp_p
     path.write_text("not a directory")
 
     with pytest.raises(LevelError, match=r"level: listing .*Not a directory"):
-        list_names(open_store(str(path)).storage)
+        list_names(open_storage(str(path)))
 
     assert job.start(path, ready=False).engine.restore() is None
     assert "level passed over: " in caplog.text

@@ -11,7 +11,7 @@ from support.snapshots import Snapshot
 from support.waiting import until
 
 from lazysnap.config import PersistentLevel
-from lazysnap.levels import SnapshotStore, open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.restore import level as level_module
 from lazysnap.restore.level import Level
 from lazysnap.restore.sources import Failure, Sources
@@ -29,11 +29,11 @@ def open_files(below):
 @pytest.mark.slow
 def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, monkeypatch):
     level = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=3)
-    store = open_store(level.url)
-    entry = Snapshot(3).write(store)
+    storage = open_storage(level.url)
+    entry = Snapshot(3).write(storage)
     plan = FaultPlan(Hang(1, operation="read_into"))
-    slow = SnapshotStore(FaultyStorage(store.storage, plan))
-    monkeypatch.setattr(level_module, "open_store", lambda *_, **__: slow)
+    slow = FaultyStorage(storage, plan)
+    monkeypatch.setattr(level_module, "open_storage", lambda *_, **__: slow)
 
     with contextlib.ExitStack() as stack:
         try:
@@ -53,12 +53,12 @@ def test_a_shard_that_is_opened_after_the_deadline_is_closed_again(tmp_path, mon
 def test_a_level_whose_directories_are_listed_one_by_one_may_take_longer_than_its_deadline(tmp_path, monkeypatch):
     """As long as each listing comes in time."""
     level = PersistentLevel(tmp_path, every_n_steps=1, timeout_s=2)
-    store = open_store(level.url)
+    storage = open_storage(level.url)
     for step in (1, 2, 3):
-        Snapshot(step).write(store)
+        Snapshot(step).write(storage)
     plan = FaultPlan(Act(1, operation="list", lasting=True, action=lambda: threading.Event().wait(0.7)))
-    slow = SnapshotStore(FaultyStorage(store.storage, plan))
-    monkeypatch.setattr(level_module, "open_store", lambda *_, **__: slow)
+    slow = FaultyStorage(storage, plan)
+    monkeypatch.setattr(level_module, "open_storage", lambda *_, **__: slow)
 
     listing = Level(level, 1).begin_names(marked=False).result()
 

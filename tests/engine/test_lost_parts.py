@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.ranks.discovery import Discovery
-from lazysnap.resolver import Entry, Inventory, candidates
-from lazysnap.restore.lost_parts import PARITY, lost_parts, most_protected
+from lazysnap.resolver import PARITY, Entry, Inventory, candidates
+from lazysnap.restore.lost_parts import lost_parts, most_protected
 from lazysnap.restore.offers import pack_parity
 from lazysnap.restore.peer_memory import PeerConnections
 from lazysnap.restore.restart import _Search
@@ -17,7 +17,7 @@ SIZES = [1000, 900, 800, 1100]
 
 
 def entry(rank, node, step=7, start=START):
-    return Entry("memory", 0, RUN, start, step, rank, 8, f"{rank % 2}/{step}", node=node)
+    return Entry("memory", RUN, start, step, rank, 8, (rank % 2, step), node=node)
 
 
 def parity(position, *, step=7, start=START, lost=2):

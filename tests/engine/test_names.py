@@ -10,15 +10,15 @@ from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 
 
 def steps_at(directory):
-    return sorted({entry.step for entry in inventory_of(open_store(str(directory))).entries})
+    return sorted({entry.step for entry in inventory_of(open_storage(str(directory))).entries})
 
 
 def named(directory):
-    return {name: entry.step for entry in inventory_of(open_store(str(directory))).entries for name in entry.names}
+    return {name: entry.step for entry in inventory_of(open_storage(str(directory))).entries for name in entry.names}
 
 
 def durable(training, first, last):

@@ -13,7 +13,7 @@ from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def steps_at(path):
     """Per run, the newest first: the steps of its complete snapshots, the greatest first."""
     runs = {}
-    for plan in candidates([inventory_of(open_store(str(path)))]):
+    for plan in candidates([inventory_of(open_storage(str(path)))]):
         runs.setdefault(plan.run_id, []).append(plan.step)
     return list(runs.values())
 
@@ -77,7 +77,7 @@ def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_beh
 
 
 def other_run(path):
-    return candidates([inventory_of(open_store(str(path)))])[0].run_id
+    return candidates([inventory_of(open_storage(str(path)))])[0].run_id
 
 
 def test_until_the_branch_has_a_snapshot_latest_is_what_it_was_and_the_branch_point_stays(job, tmp_path):
@@ -174,7 +174,7 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
     train(other, 1, 2)
     assert other.engine.close()
     third = job.start(tmp_path, ready=False).engine
-    new, old = (plan.run_id for plan in candidates([inventory_of(open_store(str(tmp_path)))]) if plan.step in (2, 8))
+    new, old = (plan.run_id for plan in candidates([inventory_of(open_storage(str(tmp_path)))]) if plan.step in (2, 8))
 
     assert third._fetch("latest").step == 2
     assert third._fetch(f"run:{old}").step == 8
@@ -198,7 +198,7 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
 def test_a_fresh_start_in_a_used_directory_leaves_the_run_that_is_there(job, tmp_path):
     training = start_with_a_named_step(job, tmp_path)
     assert training.engine.close()
-    [old] = {plan.run_id for plan in candidates([inventory_of(open_store(str(tmp_path)))])}
+    [old] = {plan.run_id for plan in candidates([inventory_of(open_storage(str(tmp_path)))])}
 
     fresh = job.start(tmp_path)
     train(fresh, 1, 3)

@@ -296,6 +296,36 @@ def test_what_a_decoder_refuses_is_not_read_again_from_another_level(job, tmp_pa
     assert "step 1 passed over: the decoder of 'tests.Label' raised" in caplog.text
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_level", [True, False])
+def test_memory_whose_bytes_a_decoder_refuses_gives_way_to_storage(job, tmp_path, label_type, has_level):
+    """Memory may have no checksums yet: a decoder may be the first that notices damage."""
+    levels = [tmp_path] if has_level else []
+    training = job.start(*levels, memory=MEMORY, extra={"values": {"label": Label("first")}})
+    training.run(1, 1)
+    if has_level:
+        assert training.engine.wait(1, until="durable", timeout_s=TIMEOUT_S)
+    training.engine.abandon()
+    decoded = []
+
+    def fails_once(text):
+        decoded.append(text)
+        if len(decoded) == 1:
+            raise ValueError("damaged")
+        return Label(text)
+
+    register_type(Label, name="tests.Label", encode=lambda label: label.text, decode=fails_once)
+    again = job.start(*levels, memory=MEMORY, ready=False, extra={"values": {"label": Label("")}})
+
+    if has_level:
+        snapshot = again.engine.restore()
+        assert (snapshot.step, snapshot.level) == (1, str(tmp_path))
+        assert any("memory passed over: the decoder of" in reason for reason in snapshot.skipped)
+    else:
+        with pytest.raises(StateError, match="ValueError: damaged"):
+            again.engine.restore()
+
+
 def test_a_corrupt_fast_level_gives_way_to_the_slow_one(job, tmp_path):
     fast, slow = tmp_path / "fast", tmp_path / "slow"
     training = job.start(fast, slow)

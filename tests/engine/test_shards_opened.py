@@ -28,7 +28,7 @@ def opened(wanted, rows_of, *, lost=(), near=0, neighbours=()):
 
     ``rows_of`` gives the rows of each rank.
     """
-    chosen = {n: Entry("x", 1, RUN, START, 1, n, MANY, "d") for n in range(MANY) if n not in lost}
+    chosen = {n: Entry("x", RUN, START, 1, n, MANY) for n in range(MANY) if n not in lost}
     box = ((wanted[0], 0), (len(wanted), 2))
     assembly = Assembly(0, lambda name, shape: box if name == "x" else whole_box(name, shape))
     order = [0]

@@ -127,8 +127,8 @@ def test_ranges_hold_the_numbers_that_they_are_of(numbers):
 
 
 def test_memory_is_told_without_loss():
-    entries = [Entry("memory", 0, RUN, START, step, 5, 8, f"1/{step + 100}", node="b") for step in (7, 8)]
-    entries.append(Entry("memory", 0, "cd" * 8, START, 7, 9, 16, "12/3", node="b"))
+    entries = [Entry("memory", RUN, START, step, 5, 8, (1, step + 100), node="b") for step in (7, 8)]
+    entries.append(Entry("memory", "cd" * 8, START, 7, 9, 16, (12, 3), node="b"))
     entries = [replace(entry, is_repeatable=known) for entry, known in zip(entries, (True, False, None), strict=True)]
 
     packed = through_json(pack_memory([Inventory("x", tuple(entries[:2])), Inventory("y", tuple(entries[2:]))]))
@@ -158,7 +158,7 @@ def test_files_of_a_level_are_told_without_loss(label):
     entries = []
     for rank in (0, 1, 2, 5):
         of_file = NodeName(1, 2).text
-        entry = Entry(URL, 2, RUN, START, 4, rank, 8, directories[1].name, label, names=("best",), file=of_file)
+        entry = Entry(URL, RUN, START, 4, rank, 8, node=label, names=("best",), file=of_file, distance=2)
         entries.append(entry)
     inventory = Inventory(URL, tuple(entries), ("damaged",))
 
@@ -223,7 +223,7 @@ def test_a_restart_of_4096_ranks_sends_each_of_them_a_megabyte_at_most():
 def memory_of(place):
     steps = (999_998, 999_999, 1_000_000)
     entries = [
-        Entry("memory", 0, RUN, START, step, place.rank, WORLD_SIZE, f"{place.local_rank}/{step}", node=place.node)
+        Entry("memory", RUN, START, step, place.rank, WORLD_SIZE, (place.local_rank, step), node=place.node)
         for step in steps
     ]
     return Inventory("memory", tuple(entries))
@@ -247,6 +247,6 @@ def share_of(site, place):
         name = SnapshotName.parse(directory.name)
         for file in directory.nodes((place.rank, WORLD_SIZE)):
             for rank in range(file.node * RANKS_PER_NODE, (file.node + 1) * RANKS_PER_NODE):
-                entry = Entry(PATH, 2, RUN, START, name.step, rank, WORLD_SIZE, directory.name, file=file.text)
+                entry = Entry(PATH, RUN, START, name.step, rank, WORLD_SIZE, file=file.text, distance=2)
                 entries.append(entry)
     return Inventory(PATH, tuple(entries))

@@ -23,7 +23,7 @@ from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.slot_maker import refusal_text
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.budget import MemoryBoundExceeded
 
 pytestmark = pytest.mark.slow
@@ -112,7 +112,7 @@ def be_patient(training, timeout_s):
 
 
 def stored(directory):
-    return sorted(entry.step for entry in inventory_of(open_store(str(directory))).entries)
+    return sorted(entry.step for entry in inventory_of(open_storage(str(directory))).entries)
 
 
 @pytest.mark.parametrize("kind", ["bound", "interpreter", "version"])

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 
 
 def stored(directory):
-    return sorted(entry.step for entry in inventory_of(open_store(str(directory))).entries)
+    return sorted(entry.step for entry in inventory_of(open_storage(str(directory))).entries)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from lazysnap.cli import main
 from lazysnap.exports import huggingface
 from lazysnap.exports.exporting import write
 from lazysnap.exports.job import ExportJob
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.snapshots.catalogue import Catalogue
 
 pytestmark = [
@@ -85,7 +85,7 @@ def test_a_folder_is_as_save_pretrained_writes_it(captured, tmp_path, capsys):
 def test_large_weights_are_in_several_files_with_an_index(captured, tmp_path, monkeypatch):
     url, stock = captured
     folder = tmp_path / "model"
-    catalogue = Catalogue(open_store(url))
+    catalogue = Catalogue(open_storage(url))
     with monkeypatch.context() as patches:
         patches.setattr(huggingface, "SHARD_BYTES", 5000)
         write(catalogue, catalogue.find("latest"), ExportJob(path=str(folder), format="huggingface"))

@@ -17,7 +17,7 @@ from best_trainer import COUNT, VALUES, names_at
 from one_process import HERE, Job
 from support.waiting import until
 
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import BestName, best_names
 from lazysnap.snapshots.catalogue import Catalogue
 
@@ -88,7 +88,7 @@ def violations(job: BestJob, fault: str) -> list[str]:
         better = [other for other in after if other.place < name.place]
         if name not in after and len(better) < COUNT:
             problems.append(f"{fault}: {name} was lost, there are {after}")
-    best = Catalogue(open_store(str(job.level))).find("best").step
+    best = Catalogue(open_storage(str(job.level))).find("best").step
     if best != after[0].step:
         problems.append(f'{fault}: "best" is step {best}, there are {after}')
     return problems

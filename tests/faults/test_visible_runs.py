@@ -8,8 +8,8 @@ import pytest
 from support.damage import flip
 from support.image import write_shard
 
-from lazysnap.levels import open_store
 from lazysnap.levels.source import MemorySource, map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -132,7 +132,7 @@ def test_of_two_ranks_one_that_is_missing_makes_it_incomplete(start, tmp_path):
     room = map_anonymous(8192)
     room[: len(layout.header)] = layout.header
     meta = CaptureMeta("1" * 16, "a" * 16, 40, 0, 2, 3, state={})
-    write_shard(open_store(str(tmp_path / "level")), meta, MemorySource(room, layout.size_bytes))
+    write_shard(open_storage(str(tmp_path / "level")), meta, MemorySource(room, layout.size_bytes))
 
     _, lines, _ = start(steps=2)
     one(

@@ -56,10 +56,10 @@ class Restart:
         entries = []
         for node in left:
             for local_rank, captures in enumerate(node.ranks):
-                location = f"{local_rank}/{captures.place(step)[1]}"
+                location = (local_rank, captures.place(step)[1])
                 where = f"n{node.number}"
                 entries.append(
-                    Entry("memory", 0, RUN, TEXT, step, captures.rank, captures.world_size, location, node=where)
+                    Entry("memory", RUN, TEXT, step, captures.rank, captures.world_size, location, node=where)
                 )
         addresses = {}
         for node, address in enumerate(group.peers.addresses):

@@ -18,15 +18,15 @@ from lazysnap.core.messages import PROTOCOL
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import Question
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 
 
 def steps_at(url):
-    return sorted(entry.step for entry in inventory_of(open_store(str(url))).entries)
+    return sorted(entry.step for entry in inventory_of(open_storage(str(url))).entries)
 
 
 def starts_at(url):
-    return [entry.start for entry in inventory_of(open_store(str(url))).entries]
+    return [entry.start for entry in inventory_of(open_storage(str(url))).entries]
 
 
 def wait_for_end(sock):

@@ -12,7 +12,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap.keeper.node_part import read_index
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.peers.messages import PartOf, SlotOf
 from lazysnap.peers.reader import PeerReader
 from lazysnap.peers.secret import draw_secret
@@ -168,7 +168,7 @@ def test_what_an_earlier_start_left_is_stored_as_of_the_ranks_and_nodes_that_it_
     os.kill(job.keeper_pid(), signal.SIGTERM)
 
     assert until(job.is_gone)
-    found = inventory_of(open_store(level["url"])).entries
+    found = inventory_of(open_storage(level["url"])).entries
     assert [(entry.step, entry.start, entry.file) for entry in found] == [(3, START, "node-00000-of-00001")] * 2
     assert [(entry.rank, entry.world_size) for entry in found] == [(0, 2), (1, 2)]
 
@@ -218,4 +218,4 @@ def test_what_ranks_left_that_the_next_start_does_not_have_stays_until_a_snapsho
     pathlib.Path(level["url"]).unlink()
 
     until(lambda: len(slots_of(keeper)) == 3)
-    assert [entry.step for entry in inventory_of(open_store(level["url"])).entries] == [2]
+    assert [entry.step for entry in inventory_of(open_storage(level["url"])).entries] == [2]

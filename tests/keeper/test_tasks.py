@@ -32,9 +32,9 @@ from lazysnap.core.messages import JobSettings, LevelSettings, NamedStep, StepKe
 from lazysnap.errors import FormatError
 from lazysnap.keeper.level_files import LevelFiles
 from lazysnap.keeper.tasks import TaskControl, run_level_task
-from lazysnap.levels import open_store
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource
+from lazysnap.levels.blocks import FileBlocks, verify
 from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.slots import TrainerSlot, make_slot
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -182,15 +182,15 @@ def rig(tmp_path):
 
 def bytes_at(path, name=NodeName(0, 1)):  # noqa: B008  frozen
     """The bytes of a committed file, read as a restart does."""
-    store = open_store(str(path.parent))
-    store.verify(FilePlace(store.storage, path.name, name))
+    storage = open_storage(str(path.parent))
+    verify(FilePlace(storage, path.name, name))
     return (path / name.file).read_bytes()
 
 
 def shard_at(path, rank, name):
     """The bytes of one shard of a file."""
-    store = open_store(str(path.parent))
-    shard = store.verify(FilePlace(store.storage, path.name, name)).of(rank)
+    storage = open_storage(str(path.parent))
+    shard = verify(FilePlace(storage, path.name, name)).of(rank)
     return (path / name.file).read_bytes()[shard.offset : shard.offset + shard.size_bytes]
 
 
@@ -547,7 +547,7 @@ def test_a_source_that_is_not_whole_is_missed_and_the_level_is_well(rig, node, h
 
 def write_elsewhere(root, step, rank=0, world_size=1, start=START, run=RUN):
     """The file of a node with one rank of another team."""
-    Snapshot(step, run, rank=rank, world_size=world_size, start=f"{start:016x}").write(open_store(str(root)))
+    Snapshot(step, run, rank=rank, world_size=world_size, start=f"{start:016x}").write(open_storage(str(root)))
 
 
 def test_snapshots_of_all_starts_of_the_run_are_listed_and_no_others(rig, node):
@@ -900,11 +900,11 @@ def base_at(path):
 
 def whole_at(path):
     """The bytes of a committed file with its base."""
-    store = open_store(str(path.parent))
-    place = FilePlace(store.storage, path.name, NodeName(0, 1))
-    manifest = store.verify(place)
+    storage = open_storage(str(path.parent))
+    place = FilePlace(storage, path.name, NodeName(0, 1))
+    manifest = verify(place)
     with contextlib.closing(FileBlocks(place, manifest)) as blocks:
-        return bytes(VerifiedSource(blocks).view(0, manifest.size_bytes))
+        return bytes(blocks.view(0, manifest.size_bytes))
 
 
 def test_a_base_is_written_once_also_by_a_new_keeper(rig, fine_tuning):

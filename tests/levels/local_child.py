@@ -12,8 +12,8 @@ from snapshots import Image, meta
 from support.image import write_shard
 
 from lazysnap.errors import LevelError
-from lazysnap.levels import open_store
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.store import open_storage
 
 NAME = "step-00000001/shard"
 
@@ -53,7 +53,7 @@ def publish_twice(storage: LocalStorage) -> None:
 
 def snapshots(storage: LocalStorage) -> None:
     """Writes steps 1, 2, 3, ...; stops after each."""
-    store = open_store(storage.url)
+    store = open_storage(storage.url)
     step = 0
     while True:
         step += 1

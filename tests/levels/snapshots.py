@@ -9,6 +9,7 @@ from support.image import Image as Image
 from support.names import START
 from support.snapshots import read_image
 
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -19,13 +20,13 @@ def meta(step: int, run: str = RUN) -> CaptureMeta:
     return CaptureMeta(run, START, step, 0, 1, 3, state={"step": step})
 
 
-def whole(store, run: str = RUN) -> list[int]:
+def whole(storage, run: str = RUN) -> list[int]:
     """Steps of ``run`` that can be restored: every block read and verified."""
     steps = []
-    for entry in inventory_of(store).entries:
-        manifest = store.place(entry).read_manifest()
+    for entry in inventory_of(storage).entries:
+        manifest = FilePlace.of(storage, entry).read_manifest()
         out = map_anonymous(manifest.size_bytes)
-        read_image(store, entry, out)
+        read_image(storage, entry, out)
         assert out[-1] == entry.step % 256
         if entry.run_id == run:
             steps.append(entry.step)

@@ -15,7 +15,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def start(levels):
 
 
 def steps_at(level):
-    store = open_store(level.url, options=level.storage_options)
-    return sorted(entry.step for entry in inventory_of(store).entries)
+    storage = open_storage(level.url, options=level.storage_options)
+    return sorted(entry.step for entry in inventory_of(storage).entries)
 
 
 def test_what_the_disk_lost_comes_back_from_s3(start, levels, tmp_path):

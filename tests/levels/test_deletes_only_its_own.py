@@ -15,11 +15,11 @@ from support.names import directory_of
 
 from lazysnap.cli import main
 from lazysnap.errors import ConfigError, LevelError
-from lazysnap.levels import open_store
 from lazysnap.levels.fsspec_storage import FsspecStorage
-from lazysnap.levels.node_file import delete_files
+from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import SnapshotStore
+from lazysnap.levels.store import keep, open_storage, release
 
 SHARD, MANIFEST = "node-00000-of-00001.safetensors", "node-00000-of-00001.json"
 
@@ -31,7 +31,7 @@ def content(root: Path) -> dict[str, bytes]:
 @pytest.fixture
 def level(tmp_path):
     root = tmp_path / "run"
-    store = open_store(str(root))
+    store = open_storage(str(root))
     for step in (1, 2, 3):
         write_shard(store, meta(step), Image(step))
     return root
@@ -56,9 +56,9 @@ def linked(level, tmp_path):
 
 def test_a_deletion_does_not_go_through_a_link(level, linked):
     before = content(linked)
-    store = open_store(str(level))
+    store = open_storage(str(level))
 
-    went = [entry.step for entry in inventory_of(store).entries if delete_files([store.place(entry)])]
+    went = [entry.step for entry in inventory_of(store).entries if delete_files([FilePlace.of(store, entry)])]
     assert sorted(went) == [2, 3]
     assert content(linked) == before
     assert (level / directory_of(1)).is_symlink()
@@ -68,14 +68,14 @@ def test_a_deletion_does_not_go_through_a_link(level, linked):
 @pytest.mark.usefixtures("a_day_later")
 def test_a_sweep_does_not_delete_through_a_link(level, linked):
     before = content(linked)
-    assert open_store(str(level)).sweep() == []
+    assert sweep(open_storage(str(level))) == []
     assert content(linked) == before
     assert (level / directory_of(4)).is_symlink()
 
 
 def test_a_storage_neither_deletes_nor_writes_through_a_link(level, linked):
     before = content(linked)
-    storage = open_store(str(level)).storage
+    storage = open_storage(str(level))
     for path in (f"{directory_of(1)}/{SHARD}", f"{directory_of(4)}/{SHARD}"):
         with pytest.raises(Exception, match="deleting"):
             storage.delete(path)
@@ -87,9 +87,9 @@ def test_a_storage_neither_deletes_nor_writes_through_a_link(level, linked):
     storage.delete_directory(directory_of(4))
     assert content(linked) == before
     with pytest.raises(LevelError, match="symbolic link"):
-        write_shard(open_store(str(level)), meta(4), Image(4))
+        write_shard(open_storage(str(level)), meta(4), Image(4))
     assert content(linked) == before
-    assert whole(open_store(str(level))) == [1, 2, 3]
+    assert whole(open_storage(str(level))) == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("a_day_later")
@@ -99,7 +99,7 @@ def test_prune_does_not_delete_through_a_link(level, linked):
     assert main(["prune", str(level), "--keep-last", "1", "--yes"]) == 0
 
     assert content(linked) == before
-    assert whole(open_store(str(level))) == [1, 3]
+    assert whole(open_storage(str(level))) == [1, 3]
 
 
 # ------------------------------------------------------------------------------------------- foreign files
@@ -137,27 +137,27 @@ def test_a_file_of_another_name_or_content_stays(level, path):
     file = level / path
     file.parent.mkdir(exist_ok=True)
     file.write_text("years of work")
-    store = open_store(str(level))
+    store = open_storage(str(level))
 
-    assert store.sweep() == []
-    store.release(None, "notes")
+    assert sweep(store) == []
+    release(store, None, "notes")
     assert file.read_text() == "years of work"
 
 
 def test_a_name_that_no_run_gave_is_neither_taken_away_nor_written_over(level):
     notes = level / directory_of(3) / "keep-notes"
     notes.write_text("years of work")
-    store = open_store(str(level))
+    store = open_storage(str(level))
     entry = next(entry for entry in inventory_of(store).entries if entry.step == 3)
     assert entry.names == ("notes",)  # in doubt it protects
 
-    assert store.release(None, "notes") == []
+    assert release(store, None, "notes") == []
     with pytest.raises(ConfigError, match="keep-notes"):
-        store.keep(entry, "notes")
+        keep(store, entry.snapshot, "notes")
     assert notes.read_text() == "years of work"
-    store.keep(entry, "best")
-    store.keep(entry, "best")
-    assert store.release(None, "best") == [directory_of(3)]
+    keep(store, entry.snapshot, "best")
+    keep(store, entry.snapshot, "best")
+    assert release(store, None, "best") == [directory_of(3)]
 
 
 # ------------------------------------------------------------------------------------------- what is on its way
@@ -167,24 +167,24 @@ def test_a_name_that_no_run_gave_is_neither_taken_away_nor_written_over(level):
 @pytest.mark.parametrize("run", [RUN, OTHER])
 def test_a_snapshot_that_is_copied_into_a_level_while_a_job_starts_arrives(level, tmp_path, order, run):
     """As ``cp -a`` and ``rsync -a`` do it: file by file, each with the time of its original."""
-    other = open_store(str(tmp_path / "other"))
+    other = open_storage(str(tmp_path / "other"))
     write_shard(other, meta(9, run), Image(9))
     if "keep-best" in order:
-        other.keep(inventory_of(other).entries[0], "best")
+        keep(other, inventory_of(other).entries[0].snapshot, "best")
     source, target = tmp_path / "other" / directory_of(9, run), level / directory_of(9, run)
     for file in source.iterdir():
         os.utime(file, (1, 1))
-    store = open_store(str(level))
+    store = open_storage(str(level))
 
     target.mkdir()
     for name in order:
-        assert store.sweep() == []
+        assert sweep(store) == []
         assert target.is_dir()
         temporary = target / f".{name}.Xy12Za"
         shutil.copy2(source / name, temporary)
-        assert store.sweep() == []
+        assert sweep(store) == []
         temporary.rename(target / name)
-    assert store.sweep() == []
+    assert sweep(store) == []
     assert 9 in whole(store, run)
 
 
@@ -196,10 +196,10 @@ def test_what_does_not_change_for_a_day_is_nobodys(level, monkeypatch):
     named.mkdir()
     (named / "keep-best").write_text(RUN)
     (level / directory_of(11)).mkdir()
-    store = open_store(str(level))
-    assert store.sweep() == []
+    store = open_storage(str(level))
+    assert sweep(store) == []
     monkeypatch.setattr(Storage, "abandoned_after_s", -1.0)
-    assert store.sweep() == [f"{directory_of(9)}/{SHARD}", f"{directory_of(10)}/keep-best"]
+    assert sweep(store) == [f"{directory_of(9)}/{SHARD}", f"{directory_of(10)}/keep-best"]
     assert sorted(path.name for path in level.iterdir()) == [directory_of(step) for step in (1, 2, 3)]
 
 
@@ -209,8 +209,8 @@ sys.path.insert(0, sys.argv[2])
 import snapshots as t
 from support.image import write_shard
 from support.names import directory_of
-from lazysnap.levels import open_store
-write_shard(open_store(sys.argv[1]), t.meta(9), t.Image(9))
+from lazysnap.levels.store import open_storage
+write_shard(open_storage(sys.argv[1]), t.meta(9), t.Image(9))
 """
 
 
@@ -229,11 +229,11 @@ def test_what_a_killed_writer_published_and_did_not_commit_goes_after_a_day(leve
     killed_at(point, level)
     assert (level / directory_of(9) / SHARD).exists()
 
-    store = open_store(str(level))
-    assert store.sweep() == []
+    store = open_storage(str(level))
+    assert sweep(store) == []
     assert whole(store) == [1, 2, 3]
     monkeypatch.setattr(Storage, "abandoned_after_s", -1.0)
-    assert store.sweep() == [f"{directory_of(9)}/{SHARD}"]
+    assert sweep(store) == [f"{directory_of(9)}/{SHARD}"]
     assert content(level) == before
 
 
@@ -241,7 +241,7 @@ def test_what_a_killed_writer_published_and_did_not_commit_goes_after_a_day(leve
 def test_what_a_killed_writer_did_not_publish_goes_at_once(level):
     before = content(level)
     killed_at("level.local.write", level)
-    (gone,) = open_store(str(level)).sweep()
+    (gone,) = sweep(open_storage(str(level)))
     assert gone.startswith(f"{directory_of(9)}/.{SHARD}.tmp-")
     assert content(level) == before
 
@@ -251,7 +251,7 @@ def test_a_copy_beside_what_a_killed_writer_half_wrote_stays(level):
     directory.mkdir()
     (directory / f".{SHARD}.tmp-1-0123abcd").write_bytes(b"half")
     (directory / SHARD).write_bytes(b"somebody's copy")
-    assert open_store(str(level)).sweep() == [f"{directory_of(9)}/.{SHARD}.tmp-1-0123abcd"]
+    assert sweep(open_storage(str(level))) == [f"{directory_of(9)}/.{SHARD}.tmp-1-0123abcd"]
     assert (directory / SHARD).read_bytes() == b"somebody's copy"
 
 
@@ -265,7 +265,7 @@ def test_an_object_that_is_copied_there_stays_for_a_day_by_the_clock_of_the_plac
     path = f"{directory_of(9)}/{SHARD}"
     storage.put(path, b"somebody's copy")
 
-    assert SnapshotStore(FsspecStorage(url)).sweep() == []
+    assert sweep(FsspecStorage(url)) == []
     assert storage.get(path) == b"somebody's copy"
     storage.abandoned_after_s = -1.0
-    assert SnapshotStore(storage).sweep() == [path]
+    assert sweep(storage) == [path]

@@ -11,7 +11,7 @@ from support.place import everything, pattern, read_object, read_range, write_ob
 from support.snapshots import Snapshot, look
 
 from lazysnap.errors import FormatError, LazySnapError, LevelError
-from lazysnap.levels import SnapshotStore
+from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.local import LocalStorage
 
 PATH = "step-00000001/object"
@@ -100,10 +100,10 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(
     mount(small, "256k")
     try:
         local = LocalStorage(str(small / "run"))
-        store = SnapshotStore(local)
+        store = local
         Snapshot(1).write(store)
         dry = FaultPlan()
-        Snapshot(2).write(SnapshotStore(FaultyStorage(local, dry)))
+        Snapshot(2).write(FaultyStorage(local, dry))
 
         def fill() -> None:
             with pytest.raises(OSError, match="No space left"), open(small / "filler", "wb", buffering=0) as filler:
@@ -111,7 +111,7 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(
 
         for step, n in enumerate(range(1, len(dry.operations) + 1), 3):
             before = everything(local)
-            full = SnapshotStore(FaultyStorage(local, FaultPlan(Act(n, action=fill))))
+            full = FaultyStorage(local, FaultPlan(Act(n, action=fill)))
             with pytest.raises(LevelError, match="free space"):
                 Snapshot(step).write(full)
 
@@ -130,9 +130,9 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(
 
 @pytest.mark.parametrize("operation", ["publish", "put"])
 def test_an_answer_that_is_lost_costs_that_snapshot_only(local, operation, a_day_later):
-    store = SnapshotStore(local)
+    store = local
     Snapshot(1).write(store)
-    faulty = SnapshotStore(FaultyStorage(local, FaultPlan(Fail(1, operation=operation, after=True))))
+    faulty = FaultyStorage(local, FaultPlan(Fail(1, operation=operation, after=True)))
     try:
         Snapshot(2).write(faulty)
         expected = [1, 2]
@@ -141,5 +141,5 @@ def test_an_answer_that_is_lost_costs_that_snapshot_only(local, operation, a_day
 
     assert look(store).steps() == expected
     assert look(store).problems == ()
-    store.sweep()
+    sweep(store)
     assert len(everything(local)) == 2 * len(expected)

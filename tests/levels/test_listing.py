@@ -10,8 +10,8 @@ from support.catalogue import inventory_of
 from support.image import write_shard
 from support.names import START, directory_of
 
-from lazysnap.levels import open_store
 from lazysnap.levels.listing import Directory, Listing, list_names
+from lazysnap.levels.store import keep, open_storage
 from lazysnap.shard.names import NodeName
 from lazysnap.snapshots.catalogue import Catalogue
 
@@ -21,45 +21,45 @@ WORLD = 5
 
 
 @pytest.fixture
-def store(tmp_path):
-    store = open_store(str(tmp_path / "run"))
+def storage(tmp_path):
+    storage = open_storage(str(tmp_path / "run"))
     for step in (1, 2):
         for rank in range(WORLD):
-            write_shard(store, dataclasses.replace(meta(step), rank=rank, world_size=WORLD, start=START), Image(step))
-    return store
+            write_shard(storage, dataclasses.replace(meta(step), rank=rank, world_size=WORLD, start=START), Image(step))
+    return storage
 
 
-def test_ranks_in_a_row_are_told_as_one(store):
-    store.storage.delete(f"{directory_of(2)}/node-00002-of-0000{WORLD}.json")
+def test_ranks_in_a_row_are_told_as_one(storage):
+    storage.delete(f"{directory_of(2)}/node-00002-of-0000{WORLD}.json")
 
-    assert [directory.ranges for directory in list_names(store.storage).directories] == [
+    assert [directory.ranges for directory in list_names(storage).directories] == [
         ((5, 0, 4),),
         ((5, 0, 1), (5, 3, 4)),
     ]
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_together_the_shares_are_the_whole(store, parts):
-    store.keep(inventory_of(store).entries[0], "named")
-    listing = msgspec.json.decode(json.dumps(msgspec.to_builtins(list_names(store.storage))), type=Listing)
+def test_together_the_shares_are_the_whole(storage, parts):
+    keep(storage, inventory_of(storage).entries[0].snapshot, "named")
+    listing = msgspec.json.decode(json.dumps(msgspec.to_builtins(list_names(storage))), type=Listing)
 
-    found = [Catalogue(store, listing).inventory((part, parts)).entries for part in range(parts)]
+    found = [Catalogue(storage, listing).inventory((part, parts)).entries for part in range(parts)]
 
     key = lambda entry: (entry.step, entry.rank)  # noqa: E731
     together = sorted((entry for entries in found for entry in entries), key=key)
-    assert together == sorted(inventory_of(store).entries, key=key)
+    assert together == sorted(inventory_of(storage).entries, key=key)
     assert max(map(len, found)) <= 2 * -(-WORLD // parts)
 
 
 @pytest.mark.parametrize(
     "name", ["node-000001-of-00005.json", "node-00005-of-00005.json", "node-00000-of-9999999999.json", "notes.json"]
 )
-def test_a_manifest_of_another_name_is_not_looked_at(store, tmp_path, name):
-    before = list_names(store.storage)
+def test_a_manifest_of_another_name_is_not_looked_at(storage, tmp_path, name):
+    before = list_names(storage)
     (tmp_path / "run" / directory_of(1) / name).write_text("{}")
 
-    assert list_names(store.storage) == before
-    assert inventory_of(store).problems == ()
+    assert list_names(storage) == before
+    assert inventory_of(storage).problems == ()
 
 
 @pytest.mark.parametrize("suffix", ["base", "safetensors"])
@@ -68,16 +68,16 @@ def test_what_has_no_manifest_is_named(tmp_path, suffix):
     (tmp_path / directory_of(3)).mkdir()
     (tmp_path / directory_of(3) / file).write_text("")
 
-    [(_, message)] = Catalogue(open_store(str(tmp_path))).contents().without_manifest
+    [(_, message)] = Catalogue(open_storage(str(tmp_path))).contents().without_manifest
 
     assert f"{directory_of(3)}/{file} is there without its manifest" in message
 
 
-def test_what_went_between_listing_and_looking_is_said(store):
-    listing = list_names(store.storage)
-    store.storage.delete(f"{directory_of(1)}/node-00000-of-00005.safetensors")
+def test_what_went_between_listing_and_looking_is_said(storage):
+    listing = list_names(storage)
+    storage.delete(f"{directory_of(1)}/node-00000-of-00005.safetensors")
 
-    inventory = Catalogue(store, listing).inventory()
+    inventory = Catalogue(storage, listing).inventory()
 
     assert len(inventory.entries) == 2 * WORLD - 1
     assert "without its file" in inventory.problems[0]
@@ -95,7 +95,7 @@ def test_nodes_with_different_numbers_of_ranks_make_one_whole_directory(tmp_path
     for node in (0, 1):
         (tmp_path / directory_of(1) / NodeName(node, 2).manifest).write_text("{}")
 
-    [directory] = list_names(open_store(str(tmp_path)).storage).directories
+    [directory] = list_names(open_storage(str(tmp_path))).directories
 
     assert directory.is_whole
     assert list(directory.nodes()) == [NodeName(0, 2), NodeName(1, 2)]

@@ -17,8 +17,9 @@ from support.catalogue import inventory_of
 from support.image import write_shard
 
 from lazysnap.errors import LevelError
-from lazysnap.levels import open_store
+from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.store import open_storage
 
 HERE = pathlib.Path(__file__).parent
 SHARD = "step-00000001/shard"
@@ -192,7 +193,7 @@ def tmpfs(tmp_path):
 
 
 def test_a_read_only_remount_costs_the_snapshots_until_it_is_undone(tmpfs):
-    store = open_store(str(tmpfs / "run"))
+    store = open_storage(str(tmpfs / "run"))
     write_shard(store, meta(1), Image(1))
     subprocess.run(["mount", "-o", "remount,ro", tmpfs], check=True)
     with pytest.raises(LevelError, match=r"creating step-00000002-.*Read-only.*remount it"):
@@ -223,7 +224,7 @@ def disk(tmp_path):
 
 def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk):
     path, attach = disk
-    store = open_store(str(path / "run"))
+    store = open_storage(str(path / "run"))
     write_shard(store, meta(1), Image(1))
 
     class Dies(Image):
@@ -239,7 +240,7 @@ def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk
 
     assert whole(store) == [1]
     assert inventory_of(store).problems == ()
-    store.sweep()
+    sweep(store)
     write_shard(store, meta(2), Image(2))
     assert whole(store) == [1, 2]
 
@@ -260,21 +261,21 @@ def test_rights_lost_in_the_middle_of_a_run_are_named_and_come_back(open_to_all,
     writer.go()
 
     assert writer.line() == "committed 3"
-    assert whole(open_store(str(run))) == [1, 3]
+    assert whole(open_storage(str(run))) == [1, 3]
 
 
 @needs_root
 @pytest.mark.parametrize("below", ["", "level"])
 def test_a_file_where_a_directory_has_to_be_is_named_with_what_to_do(tmp_path, below):
     (tmp_path / "file").touch()
-    store = open_store(str(tmp_path / "file" / below))
+    store = open_storage(str(tmp_path / "file" / below))
     for work in (lambda: inventory_of(store), lambda: write_shard(store, meta(1), Image(1))):
         with pytest.raises(LevelError, match=r"Not a directory: .*; a file is where a directory has to be: move it"):
             work()
 
 
 def test_a_mount_whose_server_is_gone_says_so_and_is_taken_up_again(tmp_path):
-    store = open_store(str(tmp_path / "mount" / "run"))
+    store = open_storage(str(tmp_path / "mount" / "run"))
     write_shard(store, meta(1), Image(1))
     try:
         server = os.open("/dev/fuse", os.O_RDWR)

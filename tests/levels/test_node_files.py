@@ -4,14 +4,15 @@ import dataclasses
 
 import pytest
 from support.catalogue import inventory_of
-from support.image import write_shard
+from support.image import write_node, write_shard
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START, lone_manifest
 
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels import open_store
-from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill
+from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill, verify
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -52,15 +53,15 @@ def joined(shards, ranks=RANKS) -> NodeSource:
 @pytest.fixture(scope="module")
 def written(shards, tmp_path_factory):
     """A level with the file, and its manifest."""
-    store = open_store(str(tmp_path_factory.mktemp("level")))
+    storage = open_storage(str(tmp_path_factory.mktemp("level")))
     source = joined(shards)
-    return store, store.write_file(NodeName(1, 2), source.shards, source)
+    return storage, write_node(storage, NodeName(1, 2), source.shards, source)
 
 
 def test_it_is_one_safetensors_file_whose_tensors_say_their_rank(shards, written):
-    store, manifest = written
+    storage, manifest = written
     safetensors = pytest.importorskip("safetensors", reason="without torch it is not installed")
-    path = f"{store.url}/{manifest.meta.name.directory}/{manifest.name.file}"
+    path = f"{storage.url}/{manifest.meta.name.directory}/{manifest.name.file}"
     with safetensors.safe_open(path, "numpy") as file:
         names = set(file.keys())
         assert names >= {f"rank-{rank:05d}/{name}" for rank in RANKS for name in ("model.a", "rng")}
@@ -75,8 +76,10 @@ def test_it_is_one_safetensors_file_whose_tensors_say_their_rank(shards, written
 
 @pytest.mark.slow
 def test_each_shard_stands_in_it_byte_for_byte_on_a_page(shards, written):
-    store, manifest = written
-    blocks = FileBlocks(store.place(inventory_of(store).entries[0]), Manifest.decode(manifest.encode(), "here"))
+    storage, manifest = written
+    blocks = FileBlocks(
+        FilePlace.of(storage, inventory_of(storage).entries[0]), Manifest.decode(manifest.encode(), "here")
+    )
     for part in manifest.shards:
         image, size = shards[part.meta.rank]
         assert (part.size_bytes, part.offset % PAGE) == (size, 0)
@@ -90,16 +93,16 @@ def test_each_shard_stands_in_it_byte_for_byte_on_a_page(shards, written):
 
 
 def test_a_reader_finds_every_rank_and_its_tensors(shards, tmp_path):
-    store = open_store(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     both = joined(shards, (1, 2))
     parts = [dataclasses.replace(part, meta=_of_three(part.meta)) for part in both.shards]
-    store.write_file(NodeName(0, 2), parts, both)
-    write_shard(store, _of_three(meta(5)), MemorySource(*shards[5]))
-    catalogue = Catalogue(store)
+    write_node(storage, NodeName(0, 2), parts, both)
+    write_shard(storage, _of_three(meta(5)), MemorySource(*shards[5]))
+    catalogue = Catalogue(storage)
 
     snapshot = open_snapshot(catalogue, catalogue.find("latest"), verify=True)
 
-    assert [entry.rank for entry in inventory_of(store).entries] == [0, 1, 2]
+    assert [entry.rank for entry in inventory_of(storage).entries] == [0, 1, 2]
     for number, rank in enumerate(RANKS):
         image, size = shards[rank]
         stored = snapshot.shards[number].find("rng")
@@ -141,24 +144,24 @@ def test_what_one_rank_dropped_is_nothing_of_the_node(shards, tmp_path):
         def finish(self) -> None:
             raise CaptureAborted("torn")
 
-    store = open_store(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     source = NodeSource([(meta(1), MemorySource(*shards[1])), (meta(2), Dropped(*shards[2]))])
     with pytest.raises(CaptureAborted, match="torn"):
-        store.write_file(NodeName(0, 2), source.shards, source)
+        write_node(storage, NodeName(0, 2), source.shards, source)
 
-    assert inventory_of(store).entries == ()
-    assert store.storage.list() == []
+    assert inventory_of(storage).entries == ()
+    assert storage.list() == []
 
 
 def test_a_file_of_other_ranks_is_never_written_over(shards, tmp_path):
-    store = open_store(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     theirs, ours = joined(shards, (2, 5)), joined(shards, (1, 2))
-    written = store.write_file(NodeName(0, 2), theirs.shards, theirs)
+    written = write_node(storage, NodeName(0, 2), theirs.shards, theirs)
 
     with pytest.raises(LevelError, match=r"holds ranks \[2, 5\] of another writer"):
-        store.write_file(NodeName(0, 2), ours.shards, ours)
+        write_node(storage, NodeName(0, 2), ours.shards, ours)
 
-    assert store.verify(store.place(inventory_of(store).entries[0])) == written
+    assert verify(FilePlace.of(storage, inventory_of(storage).entries[0])) == written
 
 
 @pytest.mark.parametrize(

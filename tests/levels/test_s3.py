@@ -32,9 +32,10 @@ from support.names import directory_of
 from support.place import read_range
 
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels import fsspec_storage, open_store, s3
+from lazysnap.levels import fsspec_storage, s3
 from lazysnap.levels.fsspec_storage import MAX_PARTS, part_bytes
 from lazysnap.levels.s3 import S3Storage
+from lazysnap.levels.store import open_storage
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.shard.checksum import BLOCK_BYTES
 
@@ -48,7 +49,7 @@ def storage(s3_server, s3_url):
 
 @pytest.mark.parametrize("scheme", ["s3", "s3a"])
 def test_a_store_at_an_s3_url_is_this_one(s3_server, s3_url, scheme):
-    storage = open_store(s3_url.replace("s3:", f"{scheme}:"), options=s3_server.options()).storage
+    storage = open_storage(s3_url.replace("s3:", f"{scheme}:"), options=s3_server.options())
 
     assert isinstance(storage, S3Storage)
     assert storage.checks_writes()
@@ -343,8 +344,8 @@ def test_without_the_library_it_says_what_to_install():
     code = """
 import sys
 sys.modules["obstore"] = None
-from lazysnap.levels import open_store
-open_store("s3://bucket/run")
+from lazysnap.levels.store import open_storage
+open_storage("s3://bucket/run")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert "LevelError: s3://bucket/run: needs obstore: pip install 'lazysnap[s3]'" in done.stderr

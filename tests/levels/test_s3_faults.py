@@ -23,8 +23,8 @@ from support.names import directory_of
 
 from lazysnap.errors import LevelError
 from lazysnap.levels import s3
+from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.s3 import S3Storage
-from lazysnap.levels.store import SnapshotStore
 
 pytestmark = pytest.mark.slow
 
@@ -302,6 +302,6 @@ def test_a_right_that_is_lacking_does_not_stop_the_sweep(s3_proxy, s3_server, s3
     storage.put(SHARD, b"left by the dead")
     s3_proxy.rule("uploads", fault_proxy.answer(403, "AccessDenied"))
 
-    assert SnapshotStore(storage).sweep() == [SHARD]
+    assert sweep(storage) == [SHARD]
     assert "unfinished uploads are not aborted; let a lifecycle rule do it" in caplog.text
     assert "access to bucket 'lazysnap' was refused" in caplog.text

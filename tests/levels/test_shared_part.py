@@ -2,15 +2,16 @@
 
 import pytest
 from support.catalogue import inventory_of
-from support.image import write_shard
+from support.image import write_node, write_shard
 from support.place import PAGE, pattern
 from support.snapshots import RUN, START
 
 from lazysnap.errors import FormatError
-from lazysnap.levels import open_store
-from lazysnap.levels.blocks import FileBlocks, VerifiedSource
+from lazysnap.levels.blocks import FileBlocks
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import BLOCK_BYTES
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
@@ -71,9 +72,9 @@ def expected(image):
     return found
 
 
-def check(store, rank, image):
+def check(storage, rank, image):
     """What a level has of a rank is what it should have, verified."""
-    catalogue = Catalogue(store)
+    catalogue = Catalogue(storage)
     plan = catalogue.find("7")
     snapshot = open_snapshot(catalogue, plan, verify=True)
     shard = snapshot.shards[rank]
@@ -81,7 +82,7 @@ def check(store, rank, image):
     for spec in shard.layout.specs:
         stored = shard.stored(spec.name)
         out = bytearray(spec.nbytes)
-        path = f"{store.url}/{plan.sources[rank][0].location}/{plan.sources[rank][0].file}.safetensors"
+        path = f"{storage.url}/{plan.sources[rank][0].snapshot.directory}/{plan.sources[rank][0].file}.safetensors"
         with open(path, "rb") as file:
             file.seek(stored.offset)
             file.readinto(out)
@@ -94,26 +95,25 @@ def check(store, rank, image):
 
 
 def test_of_each_tensor_its_rows_are_stored_and_the_manifest_says_which(tmp_path, image):
-    store, (layout, room) = open_store(str(tmp_path)), image
+    storage, (layout, room) = open_storage(str(tmp_path)), image
     for rank in (0, 1):
         part = SharedPart(meta(rank), MemorySource(room, layout.size_bytes))
-        write_shard(store, part.meta, part)
+        write_shard(storage, part.meta, part)
 
     for rank in (0, 1):
-        check(store, rank, image)
+        check(storage, rank, image)
 
 
 @pytest.mark.slow
 def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
-    near, shared, (layout, room) = open_store(str(tmp_path / "near")), open_store(str(tmp_path / "shared")), image
+    near, shared, (layout, room) = open_storage(str(tmp_path / "near")), open_storage(str(tmp_path / "shared")), image
     both = NodeSource([(meta(rank), MemorySource(room, layout.size_bytes)) for rank in (0, 1)])
-    manifest = near.write_file(NodeName(0, 1), both.shards, both)
+    manifest = write_node(near, NodeName(0, 1), both.shards, both)
 
-    blocks = FileBlocks(near.place(inventory_of(near).entries[0]), manifest)
-    source = VerifiedSource(blocks)
-    parts = [SharedPart(one.meta, source, one.offset, one.size_bytes) for one in manifest.shards]
+    blocks = FileBlocks(FilePlace.of(near, inventory_of(near).entries[0]), manifest)
+    parts = [SharedPart(one.meta, blocks, one.offset, one.size_bytes) for one in manifest.shards]
     together = NodeSource([(part.meta, part) for part in parts])
-    shared.write_file(NodeName(0, 1), together.shards, together)
+    write_node(shared, NodeName(0, 1), together.shards, together)
     blocks.close()
 
     for rank in (0, 1):
@@ -121,14 +121,14 @@ def test_a_file_of_several_ranks_is_cut_as_well(tmp_path, image):
 
 
 def test_a_damaged_block_ends_the_copy_and_nothing_is_visible(tmp_path, image):
-    near, shared, (layout, room) = open_store(str(tmp_path / "near")), open_store(str(tmp_path / "shared")), image
+    near, shared, (layout, room) = open_storage(str(tmp_path / "near")), open_storage(str(tmp_path / "shared")), image
     manifest = write_shard(near, meta(), MemorySource(room, layout.size_bytes))
-    place = near.place(inventory_of(near).entries[0])
+    place = FilePlace.of(near, inventory_of(near).entries[0])
     with open(f"{near.url}/{place.file_path}", "r+b") as file:
         file.seek(4 * BLOCK_BYTES)
         file.write(b"flip")
     blocks = FileBlocks(place, manifest)
-    part = SharedPart(meta(), VerifiedSource(blocks))
+    part = SharedPart(meta(), blocks)
 
     with pytest.raises(FormatError, match="block 4"):
         write_shard(shared, part.meta, part)

@@ -14,18 +14,20 @@ from support.names import directory_of
 from support.snapshots import Snapshot
 
 from lazysnap.errors import LevelError
-from lazysnap.levels import open_store
 from lazysnap.levels.blocks import WantedBytes
-from lazysnap.levels.node_file import delete_files
+from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.storage import probe_name
+from lazysnap.levels.store import keep, open_storage, release
+from lazysnap.levels.watched import WatchedStorage
 from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot, read
 
 
 @pytest.fixture(params=["disk", "memory"])
-def store(request, tmp_path):
-    return open_store(str(tmp_path / "run") if request.param == "disk" else f"memory://{tmp_path.name}/run")
+def storage(request, tmp_path):
+    return open_storage(str(tmp_path / "run") if request.param == "disk" else f"memory://{tmp_path.name}/run")
 
 
 def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
@@ -38,34 +40,34 @@ def test_bytes_are_written_while_later_ones_are_still_on_their_way(tmp_path):
         return Image.view(image, offset, length)
 
     image.view = view
-    store = open_store(str(tmp_path))
-    writer = threading.Thread(target=write_shard, args=(store, meta(7), image))
+    storage = open_storage(str(tmp_path))
+    writer = threading.Thread(target=write_shard, args=(storage, meta(7), image))
     writer.start()
     assert first_block_asked.wait(60)
     (temporary,) = files(tmp_path)
     assert ".tmp-" in temporary
-    assert inventory_of(store).entries == ()
+    assert inventory_of(storage).entries == ()
     rest.set()
     writer.join(30)
 
-    assert whole(store) == [7]
+    assert whole(storage) == [7]
 
 
 def test_a_place_that_cannot_be_written_is_named():
     with pytest.raises(LevelError, match="/proc/lazysnap"):
-        write_shard(open_store("/proc/lazysnap"), meta(1), Image(1))
+        write_shard(open_storage("/proc/lazysnap"), meta(1), Image(1))
 
 
 def test_a_directory_that_is_removed_costs_one_snapshot_and_is_made_again(tmp_path):
     """Not at once: a program that removes it with all around it would find a part of it there again."""
-    store = open_store(str(tmp_path / "run"))
-    write_shard(store, meta(1), Image(1))
+    storage = open_storage(str(tmp_path / "run"))
+    write_shard(storage, meta(1), Image(1))
     subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
     with pytest.raises(LevelError, match="No such file"):
-        write_shard(store, meta(2), Image(2))
-    write_shard(store, meta(3), Image(3))
+        write_shard(storage, meta(2), Image(2))
+    write_shard(storage, meta(3), Image(3))
 
-    assert whole(store) == [3]
+    assert whole(storage) == [3]
 
 
 def test_a_directory_that_is_removed_while_a_snapshot_is_written_is_made_again(tmp_path):
@@ -73,18 +75,18 @@ def test_a_directory_that_is_removed_while_a_snapshot_is_written_is_made_again(t
         def finish(self) -> None:
             subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
 
-    store = open_store(str(tmp_path / "run"))
+    storage = open_storage(str(tmp_path / "run"))
     for step, image in ((1, Removes(1)), (2, Image(2))):
         with pytest.raises(LevelError):
-            write_shard(store, meta(step), image)
-    write_shard(store, meta(3), Image(3))
+            write_shard(storage, meta(step), image)
+    write_shard(storage, meta(3), Image(3))
 
-    assert whole(store) == [3]
+    assert whole(storage) == [3]
 
 
 def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
-    store = open_store(str(tmp_path))
-    write_shard(store, meta(1), Image(1))
+    storage = open_storage(str(tmp_path))
+    write_shard(storage, meta(1), Image(1))
     for name in (
         "checkpoint-5/model.safetensors",
         f"{directory_of(9)}/node-00000-of-00001.safetensors",
@@ -95,41 +97,41 @@ def test_foreign_files_and_half_snapshots_are_not_snapshots(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
 
-    assert whole(store) == [1]
+    assert whole(storage) == [1]
 
 
-def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, store):
+def test_names_without_a_snapshot_go_when_they_are_old(a_day_later, storage):
     for step in (1, 2):
-        write_shard(store, meta(step), Image(step))
-        store.keep(inventory_of(store).entries[-1], f"at-{step}")
-    directory = inventory_of(store).entries[0].location
-    for name in store.storage.list(directory):
+        write_shard(storage, meta(step), Image(step))
+        keep(storage, inventory_of(storage).entries[-1].snapshot, f"at-{step}")
+    directory = inventory_of(storage).entries[0].snapshot.directory
+    for name in storage.list(directory):
         if not name.startswith("keep-"):
-            store.storage.delete(f"{directory}/{name}")
+            storage.delete(f"{directory}/{name}")
 
-    assert store.sweep() == [f"{directory}/keep-at-1"]
-    assert store.storage.list(directory) == []
-    assert [entry.names for entry in inventory_of(store).entries] == [("at-2",)]
+    assert sweep(storage) == [f"{directory}/keep-at-1"]
+    assert storage.list(directory) == []
+    assert [entry.names for entry in inventory_of(storage).entries] == [("at-2",)]
 
 
 def test_a_small_file_of_a_try_goes_a_day_later(tmp_path, request):
-    store, name = open_store(str(tmp_path)), probe_name()
-    store.storage.put(name, b"lazysnap")
-    store.storage.put(f"{name}0", b"somebody else's")
+    storage, name = open_storage(str(tmp_path)), probe_name()
+    storage.put(name, b"lazysnap")
+    storage.put(f"{name}0", b"somebody else's")
 
-    assert store.sweep() == [], "it may go on"
+    assert sweep(storage) == [], "it may go on"
     request.getfixturevalue("a_day_later")
-    assert store.sweep() == [name]
-    assert store.storage.list() == [f"{name}0"]
+    assert sweep(storage) == [name]
+    assert storage.list() == [f"{name}0"]
 
 
-def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(store):
+def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_waits(storage):
     for step in (1, 2, 3):
-        write_shard(store, meta(step), Image(step))
-        store.keep(inventory_of(store).entries[-1], "best")
+        write_shard(storage, meta(step), Image(step))
+        keep(storage, inventory_of(storage).entries[-1].snapshot, "best")
     moved = []
 
-    store.watched(lambda: moved.append("sweep")).sweep()
+    sweep(WatchedStorage(storage, lambda: moved.append("sweep")))
     assert moved.count("sweep") >= 3
 
     def beat():
@@ -138,14 +140,14 @@ def test_what_looks_at_every_directory_tells_that_it_moves_and_ends_when_nobody_
             raise CaptureAborted("nobody waits")
 
     with pytest.raises(CaptureAborted):
-        store.watched(beat).release(None, "best")
-    assert {entry.names for entry in inventory_of(store).entries} == {("best",)}
-    assert len(store.release(None, "best")) == 3
+        release(WatchedStorage(storage, beat), None, "best")
+    assert {entry.names for entry in inventory_of(storage).entries} == {("best",)}
+    assert len(release(storage, None, "best")) == 3
 
 
 def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path, a_day_later):
-    store = open_store(str(tmp_path))
-    write_shard(store, meta(1), Image(1))
+    storage = open_storage(str(tmp_path))
+    write_shard(storage, meta(1), Image(1))
     kept = files(tmp_path)
     directory = tmp_path / directory_of(2)
     directory.mkdir()
@@ -157,24 +159,24 @@ def test_a_sweep_removes_what_dead_writers_left_and_nothing_else(tmp_path, a_day
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / shard).write_bytes(b"not in a snapshot's directory")
 
-    gone = store.sweep(lambda name: name.node == 0)
+    gone = sweep(storage, lambda name: name.node == 0)
 
     assert len(gone) == 2
     assert len(files(tmp_path)) == len(kept) + 2
     assert not (tmp_path / directory_of(3)).exists()
-    assert whole(store) == [1]
+    assert whole(storage) == [1]
 
 
 def work(root):
-    store = open_store(root)
+    storage = open_storage(root)
     with open(f"{root}.committed", "w", buffering=1) as committed:
         for step in range(1, 5):
-            write_shard(store, meta(step), Image(step))
+            write_shard(storage, meta(step), Image(step))
             committed.write(f"{step}\n")
-            for entry in inventory_of(store).entries:
+            for entry in inventory_of(storage).entries:
                 if entry.step <= step - 2:
-                    delete_files([store.place(entry)])
-        write_shard(store, meta(4), Image(4))
+                    delete_files([FilePlace.of(storage, entry)])
+        write_shard(storage, meta(4), Image(4))
 
 
 def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whole(tmp_path):
@@ -188,26 +190,26 @@ def test_killed_at_any_point_of_a_write_or_a_deletion_what_was_committed_is_whol
     for point in points:
         root = tmp_path / point
         committed = [int(line) for line in (tmp_path / f"{point}.committed").read_text().split()]
-        store = open_store(str(root))
+        storage = open_storage(str(root))
 
-        steps = whole(store)
+        steps = whole(storage)
 
         assert set(committed[-2:]) <= set(steps), f"{point}: {committed} were committed, {steps} are whole"
-        store.sweep()
-        assert [entry.step for entry in inventory_of(store).entries] == whole(store)
+        sweep(storage)
+        assert [entry.step for entry in inventory_of(storage).entries] == whole(storage)
         assert not [path for path in files(root) if ".tmp-" in path]
-        assert inventory_of(store).problems == ()
+        assert inventory_of(storage).problems == ()
 
 
 def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp_path):
     """On a file system an open file stays readable."""
-    store = open_store(str(tmp_path))
+    storage = open_storage(str(tmp_path))
     snapshot = Snapshot(1, elements=100_000)
-    entry = snapshot.write(store)
-    catalogue = Catalogue(store)
+    entry = snapshot.write(storage)
+    catalogue = Catalogue(storage)
     (plan,) = catalogue.plans()
     with contextlib.closing(open_snapshot(catalogue, plan)) as found:
-        assert snapshot.delete(store)
+        assert snapshot.delete(storage)
         [shard] = found.shards
         for _ in range(2):
             out = bytearray(len(snapshot.image))
@@ -218,4 +220,4 @@ def test_an_open_snapshot_is_read_again_and_again_after_retention_deleted_it(tmp
             read({shard: [WantedBytes(0, len(out), put)]})
             assert out == snapshot.image
     with pytest.raises(FileNotFoundError):
-        store.place(entry).read_manifest()
+        FilePlace.of(storage, entry).read_manifest()

@@ -13,7 +13,6 @@ from support.snapshots import Snapshot, look
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import SnapshotStore
 from lazysnap.levels.watchdog import LevelHangs, Watchdog
 from lazysnap.levels.watched import RateLimiter, WatchedStorage
 from lazysnap.memory.capture_reader import CaptureAborted
@@ -33,8 +32,6 @@ OPERATIONS = {
     "reader": lambda storage: partial(storage.reader, PATH),
     "read_into": lambda storage: partial(storage.reader(PATH).read_into, 0, map_anonymous(PAGE)),
     "size": lambda storage: partial(storage.size, PATH),
-    "exists": lambda storage: partial(storage.exists, PATH),
-    "age_s": lambda storage: partial(storage.age_s, PATH),
     "stamp": lambda storage: partial(storage.stamp, PATH),
     "list": lambda storage: storage.list,
     "is_link": lambda storage: partial(storage.is_link, PATH),
@@ -71,8 +68,9 @@ def left_behind(work, is_ready):
 def test_the_list_of_operations_is_complete():
     public = {name for name in vars(Storage) if not name.startswith("_")}
     data = {"url", "parallel_writes", "parallel_reads", "abandoned_after_s", "checks_writes"}
-    assert public - data == OPERATIONS.keys() - {"write", "publish", "read_into"}
-    assert public - data <= vars(WatchedStorage).keys()
+    operations = public - data - {"exists"}  # that one asks for the size
+    assert operations == OPERATIONS.keys() - {"write", "publish", "read_into"}
+    assert operations <= vars(WatchedStorage).keys()
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -140,7 +138,7 @@ def test_a_thread_that_was_left_behind_removes_what_it_began_to_write(local):
 def test_what_the_next_job_wrote_is_left_alone_by_the_one_before(tmp_path, passing):
     """The first one hangs before its commit, and returns when the next one has written the same step."""
     store, is_ready, may_return = (
-        SnapshotStore(LocalStorage(str(tmp_path / "run"))),
+        LocalStorage(str(tmp_path / "run")),
         threading.Event(),
         threading.Event(),
     )
@@ -151,28 +149,28 @@ def test_what_the_next_job_wrote_is_left_alone_by_the_one_before(tmp_path, passi
             assert may_return.wait(WAIT_S)
 
     passing(hang_once)
-    with left_behind(lambda beat: Snapshot(1).write(store.watched(beat)), is_ready):
-        Watchdog(lambda beat: Snapshot(1).write(store.watched(beat)), "the next job", WAIT_S).result()
-        before = everything(store.storage)
+    with left_behind(lambda beat: Snapshot(1).write(WatchedStorage(store, beat)), is_ready):
+        Watchdog(lambda beat: Snapshot(1).write(WatchedStorage(store, beat)), "the next job", WAIT_S).result()
+        before = everything(store)
         may_return.set()
 
-    assert everything(store.storage) == before
+    assert everything(store) == before
     assert look(store).steps() == [1]
     assert look(store).problems == ()
 
 
 @pytest.mark.slow
 def test_a_write_that_waits_for_its_rate_does_not_hang(tmp_path):
-    store, pace = SnapshotStore(LocalStorage(str(tmp_path / "run"))), RateLimiter(10_000)
+    store, pace = LocalStorage(str(tmp_path / "run")), RateLimiter(10_000)
     pace.wait_for(20_000, lambda: None)
 
-    Watchdog(lambda beat: Snapshot(1).write(store.watched(beat, pace)), "a job", 1.0).result()
+    Watchdog(lambda beat: Snapshot(1).write(WatchedStorage(store, beat, pace)), "a job", 1.0).result()
 
     assert look(store).steps() == [1]
 
 
 def test_a_write_that_waits_for_its_rate_ends_when_nobody_waits_for_it(tmp_path):
-    store, pace, beats = SnapshotStore(LocalStorage(str(tmp_path / "run"))), RateLimiter(1), []
+    store, pace, beats = LocalStorage(str(tmp_path / "run")), RateLimiter(1), []
     pace.wait_for(1_000_000, lambda: None)
 
     def beat():
@@ -181,6 +179,6 @@ def test_a_write_that_waits_for_its_rate_ends_when_nobody_waits_for_it(tmp_path)
             raise CaptureAborted("nobody waits")
 
     with pytest.raises(CaptureAborted, match="nobody waits"):
-        Snapshot(1).write(store.watched(beat, pace))
+        Snapshot(1).write(WatchedStorage(store, beat, pace))
 
-    assert everything(store.storage) == ["step-00000001-0000000000000000-1111111111111111/"]
+    assert everything(store) == ["step-00000001-0000000000000000-1111111111111111/"]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 import lazysnap
 from lazysnap import KeepBest, LazySnapshotCallback, PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import best_names
 
 
@@ -58,7 +58,7 @@ def fit(directory, wish, *callbacks, has_validation=True, seed=1):
 
 def kept(directory):
     """Values of the names, the best first."""
-    entries = inventory_of(open_store(str(directory / "lazysnap"))).entries
+    entries = inventory_of(open_storage(str(directory / "lazysnap"))).entries
     return [name.value for name in best_names({name for entry in entries for name in entry.names})]
 
 

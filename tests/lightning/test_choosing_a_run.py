@@ -7,13 +7,13 @@ from test_callback import DieAt, Plain, finish, fit, loaders, make_trainer, rais
 
 from lazysnap import LazySnapshotCallback
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 
 def stored(directory):
     """Run and step of the complete snapshots there, the newest first."""
-    return [(plan.run_id, plan.step) for plan in candidates([inventory_of(open_store(str(directory / "lazysnap")))])]
+    return [(plan.run_id, plan.step) for plan in candidates([inventory_of(open_storage(str(directory / "lazysnap")))])]
 
 
 def test_a_run_that_a_fresh_fit_left_is_continued_by_its_name(tmp_path, caplog):

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from support.catalogue import inventory_of
 
-from lazysnap.levels import open_store
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 
 
 class Piece(NamedTuple):
@@ -26,12 +27,13 @@ class Piece(NamedTuple):
 
 def pieces_of(url):
     """By rank, of the newest snapshot at that level."""
-    store = open_store(str(url))
-    entries = inventory_of(store).entries
+    storage = open_storage(str(url))
+    entries = inventory_of(storage).entries
     newest = max(entry.step for entry in entries)
     found = {}
     for entry in (entry for entry in entries if entry.step == newest):
-        shard, path = store.place(entry).read_manifest().of(entry.rank), f"{store.url}/{store.place(entry).file_path}"
+        place = FilePlace.of(storage, entry)
+        shard, path = place.read_manifest().of(entry.rank), f"{storage.url}/{place.file_path}"
         with open(path, "rb") as file:
             file.seek(shard.offset)
             layout = shard.layout(file.read(shard.header_bytes), path)

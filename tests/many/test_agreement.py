@@ -12,7 +12,8 @@ from support.damage import flip, flip_memory
 from support.listing import files_below
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.levels import open_store
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 
 LOOK = {"look": True, "collective_timeout_s": 20.0}
 
@@ -86,11 +87,11 @@ def test_damage_of_one_rank_here_and_of_another_there_makes_all_take_what_is_who
     for last in (4, 5):
         assert set(job.run("fsdp", 2, stop_at=last, wait_durable=True)) == {9}, job.output()
     end_keepers(job)
-    store = open_store(job.levels[0]["url"])
-    entries = {(entry.step, entry.rank): entry for entry in inventory_of(store).entries}
+    storage = open_storage(job.levels[0]["url"])
+    entries = {(entry.step, entry.rank): entry for entry in inventory_of(storage).entries}
     assert {step for step, _ in entries} == {3, 4, 5}
     for damaged in ((5, 1), (4, 0)):
-        flip(job.root / "level" / store.place(entries[damaged]).file_path)
+        flip(job.root / "level" / FilePlace.of(storage, entries[damaged]).file_path)
 
     assert set(job.run("fsdp", 2, **LOOK)) == {0}, job.output()
 

@@ -2,7 +2,7 @@
 
 from support.catalogue import inventory_of
 
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import best_names
 
 
@@ -13,6 +13,6 @@ def test_the_value_of_rank_0_counts(job):
 
     kept = [line[2:] for line in job.events("kept")]
     assert sorted(kept) == sorted(2 * [["1", "1"], ["2", "2"], ["3", "3"], ["4", "None"], ["5", "5"]])
-    level = open_store(job.levels[0]["url"])
+    level = open_storage(job.levels[0]["url"])
     names = {name for entry in inventory_of(level).entries for name in entry.names}
     assert [(name.value, name.step) for name in best_names(names)] == [(0.3, 2), (0.35, 5)]

@@ -8,7 +8,7 @@ from rank_keepers import kill_keepers
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 DRY = 24
@@ -204,7 +204,7 @@ def test_ranks_and_their_memory_lost_at_any_point_of_storage_leave_what_all_have
         if job.events("resumed"):
             assert job.resumed() >= held, (point, job.output())
         kill_keepers(job)  # a survivor may have started one, which has the fault of this run
-        plans = candidates([inventory_of(open_store(level["url"])) for level in job.levels])
+        plans = candidates([inventory_of(open_storage(level["url"])) for level in job.levels])
         held = max([held, *(plan.step for plan in plans)])
 
     steps = last + 4
@@ -221,8 +221,8 @@ def test_what_all_have_in_memory_goes_to_storage_when_they_died(make_job, end_ke
     assert codes == [-9, -9], job.output()
     newest = max([promised(job, 2, 1), *whole(job, 2)])
     assert newest >= 4
-    store = open_store(str(tmp_path / "level"))
-    until(lambda: any(plan.step >= newest for plan in candidates([inventory_of(store)])), job.output)
+    storage = open_storage(str(tmp_path / "level"))
+    until(lambda: any(plan.step >= newest for plan in candidates([inventory_of(storage)])), job.output)
     end_keepers(job)
 
     assert set(job.run("ddp", 2, look=True)) == {0}, job.output()

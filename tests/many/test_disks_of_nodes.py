@@ -6,7 +6,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import events
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 KEEP_LAST = 2
@@ -23,10 +23,10 @@ class Disks:
         return [{"url": str(self.paths[rank]), "every_n_steps": 1, "keep_last": KEEP_LAST}]
 
     def complete(self):
-        return [plan.step for plan in candidates([inventory_of(open_store(str(path))) for path in self.paths])]
+        return [plan.step for plan in candidates([inventory_of(open_storage(str(path))) for path in self.paths])]
 
     def held(self, rank):
-        return sorted({entry.step for entry in inventory_of(open_store(str(self.paths[rank]))).entries})
+        return sorted({entry.step for entry in inventory_of(open_storage(str(self.paths[rank]))).entries})
 
     def is_counted(self):
         """True if the coordinator counts the newest one: a file alone may still be read back."""

@@ -3,14 +3,14 @@
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 
 def stored(job):
     """Per run, the newest first: the steps of its complete snapshots."""
     runs = {}
-    for plan in candidates([inventory_of(open_store(job.levels[0]["url"]))]):
+    for plan in candidates([inventory_of(open_storage(job.levels[0]["url"]))]):
         runs.setdefault(plan.run_id, []).append(plan.step)
     return runs
 

@@ -17,7 +17,7 @@ from rank_keepers import keepers, kill_keepers
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 STEPS = 100
@@ -92,7 +92,7 @@ def test_whatever_dies_both_ranks_end_as_if_nothing_had_happened(make_job, undis
     codes = []
 
     for _ in range(DEATHS):
-        plans = candidates([inventory_of(open_store(level["url"])) for level in job.levels])
+        plans = candidates([inventory_of(open_storage(level["url"])) for level in job.levels])
         held = max((plan.step for plan in plans), default=0)
         way, codes = run_to_death(job, draw, points)
         resumed = {int(line[2]) for line in job.events("resumed")}

@@ -3,20 +3,21 @@
 import pytest
 from support.catalogue import inventory_of
 
-from lazysnap.levels import open_store
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 
 NAMES = {"model.embed.weight", "model.head.weight"}
 
 
 def stored(job):
     """By rank: which of the tied names stand in the shard, and which are told to be another one."""
-    store = open_store(job.levels[0]["url"])
-    entries = inventory_of(store).entries
+    storage = open_storage(job.levels[0]["url"])
+    entries = inventory_of(storage).entries
     newest = max(entry.step for entry in entries)
     found = {}
     for entry in (entry for entry in entries if entry.step == newest):
-        manifest = store.place(entry).read_manifest()
-        path = job.root / "level" / store.place(entry).file_path
+        manifest = FilePlace.of(storage, entry).read_manifest()
+        path = job.root / "level" / FilePlace.of(storage, entry).file_path
         shard = manifest.of(entry.rank)
         layout = shard.layout(path.read_bytes()[shard.offset :], str(path))
         names = {spec.name for spec in layout.specs}

@@ -21,7 +21,7 @@ class Nfs(Place):
 
     @pytest.fixture
     def elsewhere(self, storage):
-        return f"open_store({storage.url!r}).storage"
+        return f"open_storage({storage.url!r})"
 
 
 class TestStorage(Nfs, StorageContract):

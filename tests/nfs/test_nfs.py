@@ -11,8 +11,9 @@ from support.catalogue import inventory_of
 from support.names import directory_of
 from support.snapshots import read_image
 
-from lazysnap.levels import open_store
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.names import NodeName
 
 TWO_BLOCKS = 17 << 20
@@ -23,13 +24,13 @@ SHARD, MANIFEST = NodeName(0, 1).file, NodeName(0, 1).manifest
 
 def restorable(path: pathlib.Path) -> list[int]:
     """Steps at the server of which every block was read and verified; nothing there is half."""
-    store = open_store(str(path))
-    found = inventory_of(store)
+    storage = open_storage(str(path))
+    found = inventory_of(storage)
     assert found.problems == ()
     for entry in found.entries:
-        manifest = store.place(entry).read_manifest()
+        manifest = FilePlace.of(storage, entry).read_manifest()
         out = map_anonymous(manifest.size_bytes)
-        read_image(store, entry, out)
+        read_image(storage, entry, out)
         assert out[-1] == entry.step
     return sorted(entry.step for entry in found.entries)
 

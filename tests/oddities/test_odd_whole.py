@@ -19,7 +19,9 @@ from support.waiting import until
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.errors import FormatError
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.levels import open_store
+from lazysnap.levels.blocks import verify
+from lazysnap.levels.node_file import FilePlace
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import BLOCK_BYTES
 
 GIB = 1 << 30
@@ -77,11 +79,11 @@ def test_a_tensor_of_more_than_4_gib_comes_back_from_memory_and_from_a_disk(tmp_
             if level == "memory":  # which stays as it was; its keeper stores it
                 until(lambda: any(place.rglob("*.json")), timeout_s=TIMEOUT_S)
                 os.kill(keeper_of(JobIdentity.from_config(config)), signal.SIGKILL)
-        store = open_store(str(place))
-        [entry] = inventory_of(store).entries
-        flip(place / store.place(entry).file_path, LARGE)
+        storage = open_storage(str(place))
+        [entry] = inventory_of(storage).entries
+        flip(place / FilePlace.of(storage, entry).file_path, LARGE)
         # All blocks before it are as they should be.
         with pytest.raises(FormatError, match=rf"block {4 * GIB // BLOCK_BYTES} \(bytes {4 * GIB} to"):
-            store.verify(store.place(entry))
+            verify(FilePlace.of(storage, entry))
     finally:
         shutil.rmtree(place, ignore_errors=True)

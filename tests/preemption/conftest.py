@@ -16,7 +16,7 @@ from support.keepers import keeper_of
 
 from lazysnap import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates
 
 HERE = pathlib.Path(__file__).parent
@@ -118,7 +118,7 @@ class Trainings:
 
     def all_durable(self):
         """The complete steps on storage."""
-        return {plan.step for plan in candidates([inventory_of(open_store(self.url))])}
+        return {plan.step for plan in candidates([inventory_of(open_storage(self.url))])}
 
     def keeper(self, node=None):
         """The keeper of this machine, or of one that a rank takes itself to be on."""

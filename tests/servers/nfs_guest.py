@@ -19,10 +19,12 @@ sys.path.extend(str(above) for above in pathlib.Path(__file__).parents[1:3])
 from support.catalogue import inventory_of
 from support.image import Image, write_shard
 
-from lazysnap.levels import open_store
 from lazysnap.levels.blocks import read_node_file
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.levels.watchdog import Watchdog
+from lazysnap.levels.watched import WatchedStorage
 from lazysnap.shard.manifest import CaptureMeta
 
 RUN = "0" * 16
@@ -92,7 +94,7 @@ _stores: dict = {}
 
 def _store(url: str):
     """One store for each place, as in a keeper: what it keeps must not be trusted after an error."""
-    return _stores.setdefault(url, open_store(url))
+    return _stores.setdefault(url, open_storage(url))
 
 
 START = "1" * 16
@@ -115,7 +117,9 @@ def write_with_deadline(talk: Conversation, url: str, step: int, size: int, dead
     source = StopsInTheMiddle(talk, step, size)
 
     name = f"step {step}"
-    attempt = Watchdog(lambda beat: write_shard(_store(url).watched(beat), _meta(step), source), name, deadline_s)
+    attempt = Watchdog(
+        lambda beat: write_shard(WatchedStorage(_store(url), beat), _meta(step), source), name, deadline_s
+    )
     try:
         attempt.result()
     except Exception as error:  # noqa: BLE001
@@ -140,9 +144,9 @@ def restorable(talk: Conversation, url: str) -> list:
 
 
 def _read(store, entry) -> None:
-    manifest, place, last = store.place(entry).read_manifest(), store.place(entry), map_anonymous(1)
+    manifest, place, last = FilePlace.of(store, entry).read_manifest(), FilePlace.of(store, entry), map_anonymous(1)
     read_node_file(place, manifest)
-    with contextlib.closing(store.storage.reader(place.file_path)) as reader:
+    with contextlib.closing(store.reader(place.file_path)) as reader:
         reader.read_into(manifest.size_bytes - 1, last)
     assert last[0] == entry.step % 256
 
@@ -154,7 +158,7 @@ def inventory(talk: Conversation, url: str) -> list:
 
 def read_slowly(talk: Conversation, url: str, path: str, size: int) -> int:
     """Reads a file in two halves, with a stop between; nothing from the page cache. Returns the last byte."""
-    storage = _store(url).storage
+    storage = _store(url)
     with contextlib.closing(storage.reader(path)) as reader:
         half = size // 2 // 4096 * 4096
         out = map_anonymous(size)
@@ -165,7 +169,7 @@ def read_slowly(talk: Conversation, url: str, path: str, size: int) -> int:
 
 
 def contend(talk: Conversation, url: str, content: str, rounds: int) -> None:
-    storage = _store(url).storage
+    storage = _store(url)
     writers = [storage.create(f"{number}/shard", len(content)) for number in range(rounds)]
     for writer in writers:
         writer.write(0, memoryview(content.encode()))
@@ -177,7 +181,7 @@ def contend(talk: Conversation, url: str, content: str, rounds: int) -> None:
 
 def publish_only(talk: Conversation, url: str, path: str, size: int) -> None:
     """Publishes a shard that is never committed; whole pages go past the client's cache."""
-    with contextlib.closing(_store(url).storage.create(path, size)) as writer:
+    with contextlib.closing(_store(url).create(path, size)) as writer:
         writer.write(0, map_anonymous(-(-size // 4096) * 4096)[:size])
         talk.stop("written")
         writer.publish()
@@ -185,7 +189,7 @@ def publish_only(talk: Conversation, url: str, path: str, size: int) -> None:
 
 
 def die_with_a_file(talk: Conversation, url: str, path: str) -> None:
-    _die(talk, lambda: _store(url).storage.create(path, 100))
+    _die(talk, lambda: _store(url).create(path, 100))
 
 
 def _die(talk: Conversation, hold) -> None:
@@ -210,12 +214,12 @@ def _die(talk: Conversation, hold) -> None:
 
 
 def sweep(talk: Conversation, url: str) -> list:
-    return _store(url).sweep()
+    return sweep(_store(url))
 
 
 def storage(talk: Conversation, url: str, method: str, *arguments):
     """A method of the storage whose answer is plain."""
-    return getattr(_store(url).storage, method)(*arguments)
+    return getattr(_store(url), method)(*arguments)
 
 
 def main() -> None:

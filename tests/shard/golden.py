@@ -10,7 +10,7 @@ from support.snapshots import lone_manifest
 from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.plan import CapturePlan, make_plan, view_of
 from lazysnap.exports.states import read_state
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import CaptureMeta
@@ -119,7 +119,7 @@ def _files(data: bytearray, meta: CaptureMeta, checksums: Checksums) -> dict[str
 @contextlib.contextmanager
 def opened() -> Iterator[WholeSnapshot]:
     """The golden snapshot."""
-    catalogue = Catalogue(open_store(str(FOLDER)))
+    catalogue = Catalogue(open_storage(str(FOLDER)))
     [plan] = catalogue.plans()
     assert catalogue.problems == []
     with contextlib.closing(open_snapshot(catalogue, plan, verify=True)) as snapshot:

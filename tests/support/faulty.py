@@ -5,7 +5,7 @@ list is_link is_stale delete delete_abandoned delete_directory abort_stale``. A 
 can go through all::
 
     plan = FaultPlan()
-    work(SnapshotStore(FaultyStorage(storage, plan)))
+    work(FaultyStorage(storage, plan))
     for n in range(1, len(plan.operations) + 1):
         plan = FaultPlan(Fail(n))
         ...

@@ -1,9 +1,13 @@
 """A small shard that tells its step by every byte; without torch."""
 
+from collections.abc import Sequence
+
+from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import BlockSource, MemorySource, map_anonymous, shard_of
-from lazysnap.levels.store import SnapshotStore
+from lazysnap.levels.storage import Storage
+from lazysnap.levels.store import write_unless_committed
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta, Manifest
+from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
 from lazysnap.shard.names import NodeName
 
 
@@ -18,6 +22,14 @@ class Image(MemorySource):
         super().__init__(room, layout.size_bytes)
 
 
-def write_shard(store: SnapshotStore, meta: CaptureMeta, source: BlockSource) -> Manifest:
+def write_node(
+    storage: Storage, name: NodeName, shards: Sequence[Shard], source: BlockSource, former: str | None = None
+) -> Manifest:
+    """Write and commit the file of a node. ``former``: see ``write_node_file``."""
+    place = FilePlace(storage, shards[0].meta.name.directory, name)
+    return write_unless_committed(place, shards, source, former=former)
+
+
+def write_shard(storage: Storage, meta: CaptureMeta, source: BlockSource) -> Manifest:
     """Write and commit the file of a node with one rank."""
-    return store.write_file(NodeName(meta.rank, meta.world_size), [shard_of(meta, source)], source)
+    return write_node(storage, NodeName(meta.rank, meta.world_size), [shard_of(meta, source)], source)

@@ -51,7 +51,7 @@ class Place:
     def elsewhere(self, storage: Storage) -> str | None:
         """May be overridden: a Python expression that makes another client of ``storage``'s place in a new process.
 
-        ``open_store`` is imported there. ``None``: no other process can reach this place.
+        ``open_storage`` is imported there. ``None``: no other process can reach this place.
         """
         return None
 
@@ -130,7 +130,7 @@ _CHILD = """
 import sys
 import time
 from lazysnap.errors import LazySnapError
-from lazysnap.levels import open_store
+from lazysnap.levels.store import open_storage
 from support.place import pattern, write_blocks, write_object
 storage = {storage}
 def say(text):

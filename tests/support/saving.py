@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 from lazysnap.capture.dtypes import DTYPE_NAMES, logical_name, stored_form
 from lazysnap.capture.plan import view_of
-from lazysnap.levels import open_store
 from lazysnap.levels.source import MemorySource, map_anonymous
+from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest
@@ -73,18 +73,18 @@ def image_of(tensors: dict, aliases=None) -> tuple[Layout, memoryview]:
 
 def write(snapshot: Snapshot, rank: int, boxes: dict, state, aliases=None) -> Manifest:
     """One rank's shard. ``boxes``: by name the tensor, and ``(global shape, offsets, scope)`` or None."""
-    store = open_store(snapshot.url)
+    storage = open_storage(snapshot.url)
     facts = {name: _facts(tensor, place) for name, (tensor, place) in boxes.items()}
     facts = {name: fields for name, fields in facts.items() if fields}
     meta = snapshot.meta(rank, tensors=facts, aliases=aliases or {}, state=state)
     layout, room = image_of({name: tensor for name, (tensor, _) in boxes.items()}, aliases)
     if snapshot.block_bytes is None:
-        return write_shard(store, meta, MemorySource(room, layout.size_bytes))
+        return write_shard(storage, meta, MemorySource(room, layout.size_bytes))
     image = room[: layout.size_bytes]
     checksums = Checksums.of(image, snapshot.block_bytes)
     manifest = lone_manifest(meta, len(layout.header), checksums, time.time_ns())
-    store.storage.put(f"{snapshot.directory}/{manifest.name.file}", bytes(image))
-    store.storage.put(f"{snapshot.directory}/{manifest.name.manifest}", manifest.encode())
+    storage.put(f"{snapshot.directory}/{manifest.name.file}", bytes(image))
+    storage.put(f"{snapshot.directory}/{manifest.name.manifest}", manifest.encode())
     return manifest
 
 

@@ -10,7 +10,6 @@ from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
 from lazysnap.levels.source import MemorySource, Progress, map_anonymous, no_progress
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import SnapshotStore
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -73,17 +72,17 @@ class Snapshot:
         room, size = _image(self._seed, self.elements)
         return MemorySource(room, size)
 
-    def write(self, store: SnapshotStore) -> Entry:
+    def write(self, store: Storage) -> Entry:
         """Write and commit it."""
         manifest = write_shard(store, self.meta, self.source())
-        return entries_of(manifest, store.url, store.speed, self.meta.name.directory)[0]
+        return entries_of(manifest, store.url)[0]
 
-    def delete(self, store: SnapshotStore) -> bool:
+    def delete(self, store: Storage) -> bool:
         """Delete it as keepers and ``lazysnap prune`` do; ``False``: it has to stay."""
         directory = self.meta.name.directory
-        return delete_files([FilePlace(store.storage, directory, NodeName(self.rank, self.world_size))])
+        return delete_files([FilePlace(store, directory, NodeName(self.rank, self.world_size))])
 
-    def write_later(self, store: SnapshotStore) -> Callable[[], Entry]:
+    def write_later(self, store: Storage) -> Callable[[], Entry]:
         """What writes it."""
         return lambda: self.write(store)
 
@@ -99,9 +98,9 @@ def key_of(manifest: Manifest, rank: int, name: str) -> str:
     return name if len(manifest.shards) == 1 else f"rank-{rank:05d}/{name}"
 
 
-def read_image(store: SnapshotStore, entry: Entry, out: memoryview, progress: Progress = no_progress) -> Manifest:
+def read_image(store: Storage, entry: Entry, out: memoryview, progress: Progress = no_progress) -> Manifest:
     """The file of an entry, verified. Raises: as ``fill``."""
-    manifest, place = store.place(entry).read_manifest(), store.place(entry)
+    manifest, place = FilePlace.of(store, entry).read_manifest(), FilePlace.of(store, entry)
     place.check_sizes(manifest)
 
     def put(at: int, data: memoryview) -> None:
@@ -112,19 +111,19 @@ def read_image(store: SnapshotStore, entry: Entry, out: memoryview, progress: Pr
     return manifest
 
 
-def read_whole(store: SnapshotStore, entry: Entry, progress: Progress = no_progress) -> None:
+def read_whole(store: Storage, entry: Entry, progress: Progress = no_progress) -> None:
     """Read an entry as a restore does, and compare every byte with what was written.
 
     Raises: FormatError, FileNotFoundError, LevelError: what is allowed of a snapshot that is damaged or gone.
     AssertionError: bytes were given out that are not those that were written.
     """
-    manifest = store.place(entry).read_manifest()
+    manifest = FilePlace.of(store, entry).read_manifest()
     out = map_anonymous(manifest.size_bytes)
     read_image(store, entry, out, progress)
     meta = manifest.meta
     was = Snapshot(meta.step, meta.run_id, meta.state["elements"], meta.rank, meta.world_size, meta.start)
     assert (meta.step, meta.run_id, meta.rank) == (entry.step, entry.run_id, entry.rank)
-    assert out == was.image, f"{entry.location} was read without complaint, and is not what was written"
+    assert out == was.image, f"{entry.snapshot.directory} was read without complaint, and is not what was written"
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Findings:
         return sorted(entry.step for entry in self.whole if entry.run_id == run_id)
 
 
-def look(store: SnapshotStore) -> Findings:
+def look(store: Storage) -> Findings:
     """Read back everything that the inventory offers. Raises: AssertionError, LevelError."""
     inventory = inventory_of(store)
     whole, problems = [], list(inventory.problems)
@@ -149,7 +148,7 @@ def look(store: SnapshotStore) -> Findings:
         try:
             read_whole(store, entry)
         except (FormatError, FileNotFoundError, LevelError) as error:
-            problems.append(f"{entry.location}: {error}")
+            problems.append(f"{entry.snapshot.directory}: {error}")
         else:
             whole.append(entry)
     return Findings(tuple(whole), tuple(problems))

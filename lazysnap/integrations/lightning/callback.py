@@ -36,8 +36,8 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     A fit resumes by ``ckpt_path="latest"``, or by ``ckpt_path="run:1f3a"`` for the run whose id begins so::
 
-        lazy = LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss"))
-        trainer = L.Trainer(callbacks=[lazy])
+        snapshots = LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss"))
+        trainer = L.Trainer(callbacks=[snapshots])
         trainer.fit(model, data, ckpt_path="latest")
 
     Args:

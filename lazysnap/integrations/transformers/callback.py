@@ -49,8 +49,8 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     ``attach`` gives the callback to a ``Trainer``. It is no argument of the constructor: a callback gets no reference
     to its trainer before training begins, which is too late for ``"latest"``::
 
-        lazy = LazyTrainerCallback("runs/a", keep_best=KeepBest("eval_loss"))
-        lazy.attach(trainer)
+        snapshots = LazyTrainerCallback("runs/a", keep_best=KeepBest("eval_loss"))
+        snapshots.attach(trainer)
         trainer.train(resume_from_checkpoint="latest")
 
     Args:

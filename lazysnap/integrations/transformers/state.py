@@ -23,6 +23,7 @@ from lazysnap.data.streams import restore_rng
 from lazysnap.errors import FormatError, StateError
 from lazysnap.state.codec import decode, encode, is_known, path_text
 from lazysnap.state.objects import RNG, ObjectState
+from lazysnap.state.scalars import convert_items
 
 logger = logging.getLogger(__name__)
 
@@ -330,11 +331,7 @@ def _with_tensors_replaced(value: Any, replace: Callable[[torch.Tensor], Any]) -
     """Return a copy of nested dicts, lists and tuples in which each tensor is replaced."""
     if isinstance(value, torch.Tensor):
         return replace(value)
-    if type(value) is dict:
-        return {key: _with_tensors_replaced(item, replace) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors_replaced(item, replace) for item in value)
-    return value
+    return convert_items(value, _with_tensors_replaced, replace)
 
 
 def _refuse(tensor: torch.Tensor, path: tuple[Any, ...]) -> str:
