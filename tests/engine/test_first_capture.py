@@ -9,7 +9,6 @@ from support.waiting import until
 from tuning import Tuning
 
 from lazysnap import MemoryLevel
-from lazysnap.errors import JobBusy
 
 pytestmark = pytest.mark.slow
 
@@ -109,15 +108,3 @@ def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):
     training.run(4, 10)
 
     assert training.engine.statistics().memory_wait_s == waited_s
-
-
-@pytest.mark.parametrize("has_level", [False, True])
-def test_a_job_that_runs_already_ends_the_second_start_at_its_first_boundary(job, tmp_path, has_level):
-    levels = [tmp_path] if has_level else []
-    client = job.other_trainer(*levels)
-    second = job.start(*levels, ready=False)
-    second.train()
-
-    with pytest.raises(JobBusy, match="runs already"):
-        second.engine.boundary(9)
-    client.leave()
