@@ -17,6 +17,7 @@ warnings.simplefilter("ignore")
 import torch  # noqa: E402
 from support.bits import digest  # noqa: E402
 from support.traced import LENGTH, Augmented, Stream, draws, network, seed_all  # noqa: E402
+from support.waiting import TIMEOUT_S  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, DistributedSampler  # noqa: E402
 
 from lazysnap import MemoryLevel, PersistentLevel, ResumableLoader, SnapshotConfig, SnapshotEngine  # noqa: E402
@@ -190,6 +191,8 @@ def main():
                     scheduler.step()
                     optimizer.zero_grad()
                     found = case.evaluate(loaders, model) if engine.step % 3 == 0 else None
+                    # Steps this short are over before there is memory for the second one.
+                    assert engine._wait_ready(TIMEOUT_S)
                     engine.boundary()
                     line |= {"rate": scheduler.get_last_lr(), "found": found}
                 trace.add(**line, loss=loss.item().hex())

@@ -50,10 +50,7 @@ def nothing_is_left(server, url) -> bool:
     ("operation", "act", "times"),
     [
         ("part", fault_proxy.reset(after_bytes=MIB), 2),
-        ("part", fault_proxy.reset(), 1),
         ("part", fault_proxy.answer(503, "SlowDown"), 3),
-        ("part", fault_proxy.answer(500, "InternalError"), 1),
-        ("part", fault_proxy.answer(429, "TooManyRequests"), 1),
         ("part", fault_proxy.reset_after(), 1),
         ("create", fault_proxy.answer(503, "SlowDown"), 1),
         ("complete", fault_proxy.answer(503, "SlowDown"), 2),
