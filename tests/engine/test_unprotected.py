@@ -159,10 +159,11 @@ def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_pat
 
 
 def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, tmp_path, monkeypatch, caplog):
-    training = job.start(tmp_path / "level", io_timeout_s=10)
+    training = job.start(tmp_path / "level")
     training.run(1, 2)
     facts = training.facts()
     assert training.engine.wait(2, timeout_s=TIMEOUT_S)
+    be_patient(training, 2)
 
     with no_interpreter(tmp_path, monkeypatch):
         os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
