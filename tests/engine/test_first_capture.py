@@ -66,13 +66,12 @@ def test_a_state_that_does_not_fit_ends_the_wait(job, tmp_path):
 
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
-    training = job.start(ready=False)
+    training = job.start(ready=False, io_timeout_s=5)
     client = training.engine._client
     training.engine._prepare()
     until(lambda: client.keeper_pid is not None)
     keeper = client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
-    training.wait_for_io(2)
     try:
         training.run(1, 1)
         waited_s = training.engine.statistics().memory_wait_s
