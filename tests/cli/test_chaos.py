@@ -86,16 +86,12 @@ def test_a_stock_program_that_writes_to_its_directory_passes_in_one_try(chaos, d
     ("wrong", "verdict", "reason"),
     [
         ("prefetch", "SILENT_DIVERGENCE", "it never printed `step "),
-        ("metric", "SILENT_DIVERGENCE", "it never printed `step "),
-        ("replaced", "SILENT_DIVERGENCE", "it never printed `step "),
         ("refused", "HARD_FAIL", "also after 5 restarts"),
         ("anew", "LOST_WORK", "it began anew"),
     ],
 )
 def test_each_hole_of_a_program_is_found(wrong, verdict, reason, chaos, forking_python):
-    """Chaos compares what is printed, whatever makes it another: state that is not captured changes the training or
-    what is told of it, or other objects are restored than those that train.
-    """
+    """Chaos compares what is printed, whatever makes it another: here state that is not captured."""
     code, result = chaos("--faults", "kill", "--", forking_python, "train.py", wrong)
 
     [trial] = result["runs"]

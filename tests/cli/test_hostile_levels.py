@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 SEED = 1
-CHANGES = 60
+CHANGES = 40
 COMMANDS = [
     ["ls"],
     ["verify"],

@@ -36,9 +36,9 @@ class Wait(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         engine = self.snapshots.engine
-        if engine is None or not engine._wait_ready(20):
+        if engine is None or not engine._wait_ready(60):
             pytest.fail("the keeper is not ready")
-        if trainer.global_step and not engine.wait(trainer.global_step, timeout_s=20):
+        if trainer.global_step and not engine.wait(trainer.global_step, timeout_s=60):
             pytest.fail("a snapshot did not reach the disk")
 
 
@@ -131,11 +131,11 @@ def test_a_dcp_directory_holds_the_checkpoint(training, tmp_path):
     assert all(torch.equal(value, found["state_dict"][name]) for name, value in expected.items())
 
 
-def test_the_example_is_listed_verified_shown_copied_and_exported(tmp_path, capsys, make_url):
+def test_the_example_is_listed_verified_shown_copied_and_exported(forking_python, tmp_path, capsys, make_url):
     url = str(tmp_path / "level")
     environment = {**os.environ, "LAZYSNAP_JOB_ID": f"cli-{tmp_path}"}
     words = ["--size", "tiny", "--batch-size", "4", "--max-steps", "6", "--dirpath", url]
-    command = [sys.executable, str(EXAMPLES / "lightning_gpt.py"), *words]
+    command = [forking_python, str(EXAMPLES / "lightning_gpt.py"), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=True)
     expected = re.search(r"finished at step 6: state sha256 (\w+)", done.stdout)[1]
 

@@ -1,4 +1,7 @@
-"""A training that writes down when it did what, for a stopwatch beside it: ``timed_trainer.py URL STEPS JOURNAL``."""
+"""A training that writes down when it did what, for a stopwatch beside it: ``timed_trainer.py URL STEPS JOURNAL``.
+
+It trains so many steps more than there are.
+"""
 
 import os
 import sys
@@ -25,7 +28,7 @@ def main() -> None:
     snapshot = engine.restore("latest")
     done = snapshot.step if snapshot else 0
     note("resumed", done)
-    for step in range(done + 1, steps + 1):
+    for step in range(done + 1, done + steps + 1):
         model(torch.randn(256, 256)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -38,7 +41,7 @@ def main() -> None:
     keeper = engine._client.keeper_pid
     assert keeper
     engine.close()
-    note("closed", steps)
+    note("closed", done + steps)
 
 
 if __name__ == "__main__":

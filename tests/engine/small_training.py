@@ -2,8 +2,6 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 import uuid
 
 import torch
@@ -37,35 +35,6 @@ def end(training):
     pid = training.engine._client.keeper_pid
     assert training.engine.close()
     until(lambda: not os.path.exists(f"/proc/{pid}"))
-
-
-class OtherTrainer:
-    """A process that is the trainer of a job until ``leave``."""
-
-    def __init__(self, job_id):
-        program = "\n".join(
-            [
-                "import sys",
-                "from small_training import Starter, connected_client",
-                "starter = Starter()",
-                "starter.job_id = sys.argv[1]",
-                "client = connected_client(starter.config())",
-                "print('ready', flush=True)",
-                "sys.stdin.read()",
-            ]
-        )
-        paths = os.pathsep.join(path for path in sys.path if path)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program, job_id],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-        assert self._process.stdout.readline() == "ready\n"
-
-    def leave(self):
-        self._process.communicate(timeout=TIMEOUT_S)
 
 
 class Training:
@@ -137,10 +106,6 @@ class Starter:
         if ready:
             assert training.engine._wait_ready(TIMEOUT_S)
         return training
-
-    def other_trainer(self, *levels):
-        """Attach to the keeper as another training of this job does, in a process of its own."""
-        return OtherTrainer(self.job_id)
 
     def crash(self, training):
         """As far as the keeper can tell, this trainer died."""

@@ -315,16 +315,29 @@ def test_much_small_state_is_captured_at_each_step_behind_a_restart_from_memory(
     assert second.engine.statistics().shard_bytes > losses["buffer"].nbytes
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["restore", "boundary"])
-def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_else(job, caplog, call):
-    """Not by a deadline, which would be that of this test."""
-    client = job.other_trainer()
-    second = job.start(ready=False, io_timeout_s=1000)
+OTHER_TRAINING = """
+import signal, sys, torch
+from lazysnap import SnapshotConfig, SnapshotEngine
+engine = SnapshotEngine(SnapshotConfig(job_id=sys.argv[1]), {"model": torch.nn.Linear(2, 2)})
+engine.boundary(1)
+print("trains", flush=True)
+signal.pause()
+"""
 
-    with pytest.raises(JobBusy, match=r"runs already .* ends it; or give this one a directory"), second.engine:
-        getattr(second.engine, call)()
-    client.leave()
+
+@pytest.mark.slow
+def test_a_second_training_of_the_same_job_is_refused_at_once_and_told_nothing_else(job, zygote, tmp_path, caplog):
+    """Not by a deadline, which would be that of this test."""
+    output = tmp_path / "output"
+    other = zygote.start(["-c", OTHER_TRAINING, job.job_id], {}, output)
+    try:
+        until(lambda: output.exists() and "trains" in output.read_text())
+        for call in ("restore", "boundary"):
+            second = job.start(ready=False, io_timeout_s=1000)
+            with pytest.raises(JobBusy, match=r"runs already .* ends it; or give this one a directory"), second.engine:
+                getattr(second.engine, call)()
+    finally:
+        other.kill()
 
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == []
 

@@ -9,7 +9,6 @@ from support.waiting import until
 from tuning import Tuning
 
 from lazysnap import MemoryLevel
-from lazysnap.errors import JobBusy
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +66,7 @@ def test_a_state_that_does_not_fit_ends_the_wait(job, tmp_path):
 
 def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkeypatch, caplog):
     monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.memory.make:1:hang")
-    training = job.start(ready=False, io_timeout_s=10)
+    training = job.start(ready=False, io_timeout_s=5)
     client = training.engine._client
     training.engine._prepare()
     until(lambda: client.keeper_pid is not None)
@@ -79,7 +78,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
         training.run(2, 20)
 
         assert training.began == [False] * 20
-        assert 0 < waited_s <= 1.5 * training.engine._config.io_timeout_s
+        assert 0 < waited_s < TIMEOUT_S
         assert training.engine.statistics().memory_wait_s == waited_s
         assert sum("does not answer" in record.getMessage() for record in caplog.records) == 1
     finally:
@@ -109,15 +108,3 @@ def test_nobody_waits_after_a_keepers_death_later_on(job, monkeypatch):
     training.run(4, 10)
 
     assert training.engine.statistics().memory_wait_s == waited_s
-
-
-@pytest.mark.parametrize("has_level", [False, True])
-def test_a_job_that_runs_already_ends_the_second_start_at_its_first_boundary(job, tmp_path, has_level):
-    levels = [tmp_path] if has_level else []
-    client = job.other_trainer(*levels)
-    second = job.start(*levels, ready=False)
-    second.train()
-
-    with pytest.raises(JobBusy, match="runs already"):
-        second.engine.boundary(9)
-    client.leave()

@@ -67,22 +67,6 @@ def test_what_a_level_has_a_part_of_is_not_said_to_be_durable_there():
     assert resumed.only_in_memory
 
 
-@pytest.mark.slow
-def test_an_older_snapshot_that_was_chosen_is_known_to_be_durable(job, tmp_path, caplog):
-    caplog.set_level(logging.INFO, logger="lazysnap")
-    first = job.start(tmp_path)
-    first.run(1, 2)
-    assert first.engine._flush(TIMEOUT_S)
-    first.run(3, 3)
-    assert first.engine.close()
-    again = job.start(tmp_path, ready=False)
-    again.engine.restore(2)
-    with pytest.raises(RuntimeError), again.engine:
-        raise RuntimeError("boom")
-
-    assert "training failed in step 3 (RuntimeError: boom); step 2 is durable" in caplog.messages
-
-
 def test_that_there_is_no_storage_level_is_told_beside_parity_too():
     line = report.intervals(SnapshotConfig(), (4, 1))
     assert line == "any 1 of 4 nodes may be lost, no storage level: nothing outlives these machines"
@@ -108,16 +92,6 @@ def test_a_start_that_trains_nothing_says_no_more_than_that_it_passed_no_boundar
 
 
 @pytest.mark.slow
-def test_the_first_step_of_a_loop_that_begins_again_is_known_to_be_durable(job, tmp_path, caplog):
-    again = job.start(tmp_path)
-    again.run(1, 3)
-    again.run(1, 1)
-    assert again.engine.close()
-    assert again.engine.statistics().last_durable_step == {str(tmp_path): 1}
-    assert "NOT DURABLE" not in caplog.text
-
-
-@pytest.mark.slow
 def test_a_start_that_trains_nothing_leaves_the_only_copy_of_a_training_where_it_is(job, tmp_path, caplog):
     """What a level did not take is in memory alone: whoever only looks at it must not end its keeper."""
     place = tmp_path / "level"
@@ -136,17 +110,6 @@ def test_a_start_that_trains_nothing_leaves_the_only_copy_of_a_training_where_it
     assert job.start(place, ready=False).engine.restore("latest").step == 3
     job.trainings[-1].engine.close()
     until(lambda: {entry.step for entry in inventory_of(open_storage(str(place))).entries} == {3})
-
-
-@pytest.mark.slow
-def test_memory_alone_outlasts_a_start_that_trains_nothing(job):
-    first = job.start()
-    first.run(1, 3)
-    first.engine.abandon()
-    for _ in range(2):
-        again = job.start(ready=False)
-        assert again.engine.restore("latest").step == 3
-        assert again.engine.close()
 
 
 def test_that_nothing_is_captured_is_said_only_where_storage_has_nothing_either():

@@ -6,8 +6,6 @@ import itertools
 import os
 import pathlib
 import re
-import signal
-import sys
 import time
 
 import pytest
@@ -16,39 +14,13 @@ from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
 from support.waiting import until
 
-from lazysnap import MemoryLevel, PersistentLevel
+from lazysnap import PersistentLevel
 from lazysnap.errors import ConfigError
 from lazysnap.levels.store import open_storage
 
 
 def warnings(caplog, text):
     return [record for record in caplog.records if record.levelname == "WARNING" and text in record.getMessage()]
-
-
-@pytest.mark.slow
-def test_training_goes_on_without_a_keeper(job, monkeypatch, caplog):
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    training = job.start(ready=False, io_timeout_s=1)
-    training.engine._prepare()
-    training.run(1, 3)
-    until(lambda: training.engine.statistics().unprotected)
-    training.run(4, 6)
-
-    assert training.began == [False] * 6
-    assert training.counters["seen"] == 48
-    assert len(warnings(caplog, "keeper")) == 1
-
-
-@pytest.mark.slow
-def test_a_keeper_that_cannot_start_does_not_stop_a_restart_from_storage(job, monkeypatch, tmp_path):
-    first = job.start(tmp_path)
-    first.run(1, 2)
-    assert first.engine.close()
-    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-
-    snapshot = job.start(tmp_path, ready=False, io_timeout_s=1).engine.restore("latest")
-
-    assert snapshot.step == 2
 
 
 @pytest.mark.slow
@@ -78,32 +50,6 @@ def test_an_error_in_the_keeper_reaches_the_console_of_the_training_with_the_log
 
 
 @pytest.mark.slow
-def test_a_killed_keeper_is_replaced_and_the_captures_go_on(job):
-    training = job.start()
-    training.run(1, 2)
-    os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
-    until(lambda: training.engine.statistics().keepers_lost == 1)
-    assert training.engine._wait_ready(TIMEOUT_S)
-
-    training.run(3, 4)
-
-    assert training.began == [True] * 4
-    job.crash(training)
-    assert job.start(ready=False).engine._fetch("latest").step == 4
-
-
-@pytest.mark.slow
-def test_a_memory_bound_that_is_too_small_is_said_once_and_training_goes_on(job, caplog):
-    training = job.start(ready=False, memory=MemoryLevel(max_bytes=1 << 20, linger_s=60))
-    training.engine._prepare()
-    until(lambda: training.engine.statistics() and warnings(caplog, "max_bytes"))
-    training.run(1, 3)
-
-    assert training.began == [False] * 3
-    assert len(warnings(caplog, "max_bytes")) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() == 0 and not os.path.exists("/proc/version"), reason="needs /proc")
 def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog):
     training = job.start("/proc/lazysnap-cannot-write-here")
@@ -114,17 +60,6 @@ def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog
     assert not training.engine._flush(TIMEOUT_S)  # the level was tried again meanwhile, with what is small
     assert sum(training.engine.statistics().level_failures.values()) >= 1
     assert len(warnings(caplog, "/proc/lazysnap-cannot-write-here cannot store ")) == 1
-
-
-@pytest.mark.slow
-def test_a_copy_that_does_not_end_is_dropped_at_the_deadline(job):
-    training = job.start()
-    training.wait_for_io(0.0)
-    training.run(1, 1)
-    statistics = training.engine.statistics()
-
-    # A deadline of zero: either the copy was done already, or it is dropped; never both, never an error.
-    assert statistics.whole + statistics.failed == statistics.began == 1
 
 
 @pytest.mark.slow
@@ -240,28 +175,6 @@ def test_a_last_step_that_is_torn_is_counted_at_the_end(job, caplog):
 
     assert len(warnings(caplog, f"step {step}, the last that was due, is not captured")) == 1
     assert "; 1 step not captured: the state changed while it was copied; " in caplog.text
-
-
-@pytest.mark.slow
-def test_a_last_step_that_is_torn_is_not_said_to_be_captured(job, monkeypatch):
-    training = job.start(width=300_000)
-    boundaries = training.engine._boundaries
-    finish_copies = boundaries.finish_copies
-    is_torn = False
-
-    def tear():
-        nonlocal is_torn
-        is_torn = boundaries._captures.discard("a test changed the state")
-        finish_copies()
-
-    monkeypatch.setattr(boundaries, "finish_copies", tear)
-    for step in range(1, 200):
-        is_captured = training.engine._last_boundary(step)
-        assert is_captured is not is_torn
-        if is_torn:
-            break
-
-    assert is_torn
 
 
 @pytest.mark.slow

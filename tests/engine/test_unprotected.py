@@ -138,8 +138,12 @@ def test_a_training_without_memory_goes_on_and_is_told_that_nothing_is_captured(
 
 
 def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_path, monkeypatch, caplog):
+    """A plain loop without a ``with`` block: nothing asked for memory before the restart looked for a keeper."""
+    training = Training(job.config(tmp_path / "level", io_timeout_s=0.5))
+    job.trainings.append(training)
     with no_interpreter(tmp_path, monkeypatch):
-        training = start(job, tmp_path / "level", every=1, io_timeout_s=3)
+        assert training.engine.restore("latest") is None
+        until(lambda: training.engine.statistics().unprotected)
         training.run(1, 2)
     be_patient(training, TIMEOUT_S)
     last = train_until(training, lambda statistics: statistics.unprotected is None, 2)
@@ -154,27 +158,12 @@ def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_pat
     assert second.facts() == facts
 
 
-def test_memory_is_asked_for_although_no_keeper_could_be_started_before_the_first_boundary(job, tmp_path, monkeypatch):
-    """A plain loop without a ``with`` block: nothing asked for memory before the restart looked for a keeper."""
-    training = Training(job.config(tmp_path / "level", io_timeout_s=0.5))
-    job.trainings.append(training)
-    with no_interpreter(tmp_path, monkeypatch):
-        assert training.engine.restore("latest") is None
-        until(lambda: training.engine.statistics().unprotected)
-        training.run(1, 1)
-    be_patient(training, TIMEOUT_S)
-
-    last = train_until(training, lambda statistics: statistics.unprotected is None, 1)
-
-    assert training.engine.wait(last, until="captured", timeout_s=TIMEOUT_S)
-    assert training.engine.statistics().whole > 0
-
-
 def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, tmp_path, monkeypatch, caplog):
-    training = job.start(tmp_path / "level", io_timeout_s=10)
+    training = job.start(tmp_path / "level")
     training.run(1, 2)
     facts = training.facts()
     assert training.engine.wait(2, timeout_s=TIMEOUT_S)
+    be_patient(training, 2)
 
     with no_interpreter(tmp_path, monkeypatch):
         os.kill(training.engine._client.keeper_pid, signal.SIGKILL)
@@ -246,12 +235,12 @@ def test_a_refusal_names_what_is_needed_what_there_is_and_what_helps():
 # -------------------------------------------------------------------- required at the start
 
 
-@pytest.mark.parametrize("way", ["prepare", "boundary"])
-def test_memory_that_is_required_and_cannot_be_had_ends_the_training_at_its_start(way, job):
+def test_memory_that_is_required_and_cannot_be_had_ends_the_training_at_its_start(job):
     training = job.start(ready=False, require_memory=True, memory=MemoryLevel(max_bytes=1 << 16))
 
-    with pytest.raises(MemoryBoundExceeded, match=r"require_memory=True.*max_bytes"):
-        training.engine._prepare() if way == "prepare" else training.engine.boundary(1)
+    for call in (training.engine._prepare, training.engine.boundary):
+        with pytest.raises(MemoryBoundExceeded, match=r"require_memory=True.*max_bytes"):
+            call()
 
 
 def test_a_keeper_that_is_required_and_cannot_be_started_ends_the_training_at_its_start(job, tmp_path, monkeypatch):

@@ -74,10 +74,9 @@ import resource, sys, time, torch
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, hard))  # smaller than a slot, larger than a snapshot
-config = SnapshotConfig(levels=[PersistentLevel(sys.argv[1])], io_timeout_s=float(sys.argv[2]))
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer})
+engine = SnapshotEngine(SnapshotConfig(levels=[PersistentLevel(sys.argv[1])]), {"model": model, "optimizer": optimizer})
 engine.restore("latest")
 step = 0
 def train():
@@ -89,41 +88,28 @@ def train():
     engine.boundary()
 train()
 print("went on", file=sys.stderr, flush=True)
+deadline = time.monotonic() + 60
+resource.prlimit(engine._client.keeper_pid, resource.RLIMIT_FSIZE, (hard, hard))
+while not engine.statistics().began and time.monotonic() < deadline:
+    train()
+engine.close()
 """
-
-
-@pytest.mark.slow
-def test_a_limit_of_file_sizes_below_a_slot_is_named_at_the_first_boundary_and_training_goes_on(tmp_path):
-    program = LIMITED + "train(); engine.close()"
-    arguments = [sys.executable, "-c", program, str(tmp_path / "run"), "100"]
-
-    done = subprocess.run(arguments, timeout=120, capture_output=True, text=True, check=True)
-
-    before, after = done.stderr.split("went on")
-    assert "NOT protected in memory: the machine refused" in before
-    assert "File too large; the keeper has the limit of its training for the size of a file: raise it" in before
-    assert "2 steps of this training were NOT protected in memory" in after
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(
     resource.getrlimit(resource.RLIMIT_FSIZE)[1] != resource.RLIM_INFINITY, reason="this process has a hard limit"
 )
-def test_memory_that_was_refused_for_a_limit_is_asked_for_again(tmp_path):
-    """The limit of the running keeper is raised, as ``prlimit`` of the shell does."""
-    raise_and_train = """
-deadline = time.monotonic() + 60
-while "File too large" not in str(engine.statistics().unprotected) and time.monotonic() < deadline:
-    train()
-resource.prlimit(engine._client.keeper_pid, resource.RLIMIT_FSIZE, (hard, hard))
-while not engine.statistics().began and time.monotonic() < deadline:
-    train()
-engine.close()
-"""
-    arguments = [sys.executable, "-c", LIMITED + raise_and_train, str(tmp_path / "run"), "1"]
+def test_a_limit_of_file_sizes_below_a_slot_is_named_at_the_first_boundary_and_memory_is_asked_for_again(
+    forking_python, tmp_path
+):
+    """Training goes on. The limit of the running keeper is raised, as ``prlimit`` of the shell does."""
+    arguments = [forking_python, "-c", LIMITED, str(tmp_path / "run")]
 
     done = subprocess.run(arguments, timeout=120, capture_output=True, text=True, check=True)
 
-    before, _ = done.stderr.split("protected in memory again")
-    assert "NOT protected in memory" in before
+    before, after = done.stderr.split("went on")
+    assert "NOT protected in memory: the machine refused" in before
+    assert "File too large; the keeper has the limit of its training for the size of a file: raise it" in before
+    assert "protected in memory again" in after
     assert list((tmp_path / "run").glob("step-*"))

@@ -22,7 +22,7 @@ from lazysnap.levels.store import open_storage
 def levels(s3_server, s3_url, tmp_path):
     return (
         PersistentLevel(tmp_path / "local", every_n_steps=1),
-        PersistentLevel(s3_url, every_n_steps=1, keep_last=3, storage_options=s3_server.options(), timeout_s=30),
+        PersistentLevel(s3_url, every_n_steps=1, keep_last=3, storage_options=s3_server.options(), timeout_s=10),
     )
 
 

@@ -19,6 +19,7 @@ from lazysnap.shard.names import NodeName
 TWO_BLOCKS = 17 << 20
 CACHES_S = 60
 """A client may believe for so long what it has seen of another one's files."""
+pytestmark = pytest.mark.xdist_group("nfs")  # one server and one client are enough for all
 SHARD, MANIFEST = NodeName(0, 1).file, NodeName(0, 1).manifest
 
 

@@ -14,8 +14,7 @@ DEADLINE_S = 1200  # two minutes on an idle machine; ten times that on a busy on
 # Objects of several blocks, which take seconds each here, are in test_nfs.py.
 CONTRACT = "(TestStorage or TestStore) and not 1677 and not 3355"
 EVERY = int(os.environ.get("LAZYSNAP_TEST_EVERY", "50"))
-
-
+pytestmark = pytest.mark.xdist_group("nfs")  # one server and one client are enough for all
 OPTIONS = "-q -W error -c /dev/null --noconftest -p no:cacheprovider"
 LACKING = 4
 """Tests of the contract skip themselves where a place lacks what they are about: stamps, or a client without rights."""

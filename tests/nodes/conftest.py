@@ -1,4 +1,7 @@
 import contextlib
+import fcntl
+import json
+import os
 
 import pytest
 from support.nodes import Cluster, why_not
@@ -35,18 +38,24 @@ def cluster(make_cluster):
 def undisturbed(tmp_path_factory, zygote):
     """The trace of a training that nothing happens to, and that nothing is captured of: by kind, and number of ranks.
 
-    How many nodes they are on makes no difference.
+    How many nodes they are on makes no difference. One worker trains it, the others read what it wrote.
     """
-    traces = {}
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        directory = directory.parent
 
     def ask(kind, ranks=4):
-        if (kind, ranks) not in traces:
-            with _clusters(tmp_path_factory.mktemp, zygote) as make:
-                training = Training(make(1), kind, local=ranks, has_level=False)
-                training.start(training.cluster.nodes)
-                training.wait()
-                traces[kind, ranks] = training.lines()
-            assert len(traces[kind, ranks]) == ranks * STEPS
-        return traces[kind, ranks]
+        path = directory / f"undisturbed-{kind}-{ranks}"
+        with open(f"{path}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                with _clusters(tmp_path_factory.mktemp, zygote) as make:
+                    training = Training(make(1), kind, local=ranks, has_level=False)
+                    training.start(training.cluster.nodes)
+                    training.wait()
+                    path.write_text(json.dumps(training.lines()))
+        lines = [tuple(line) for line in json.loads(path.read_text())]
+        assert len(lines) == ranks * STEPS
+        return lines
 
     return ask

@@ -3,9 +3,7 @@
 usage: train.py SETTINGS_JSON
 
 ``kind``: ddp, fsdp (FSDP2), hsdp; ``levels``, ``steps``, ``trace``. The trace gets a line for each step that this rank
-trained: rank, step, loss, digest of the state of all ranks; and two for its start: rank, "resumed", step, level; and
-rank, "phases", seconds since the epoch when the process began, had its imports, its process group and model, its
-engine, what it was to load, had loaded it, and had trained a step.
+trained: rank, step, loss, digest of the state of all ranks; and one for its start: rank, "resumed", step, level.
 ``durable_at`` and ``protected_at``: there it waits for its snapshot; ``protects_every``: steps from one that is due for
 protection to the next; ``pause_s``: after each step;
 ``hold_at``: it goes no further before there is a file called as the
@@ -16,7 +14,6 @@ import datetime
 import json
 import logging
 import os
-import pathlib
 import sys
 import time
 
@@ -49,16 +46,10 @@ def build(kind: str) -> torch.nn.Module:
     return DistributedDataParallel(model, find_unused_parameters=True)
 
 
-def begun_at() -> float:
-    ticks = int(pathlib.Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
-
-
 def main() -> None:
-    phases = [begun_at(), time.time()]
     settings = json.loads(sys.argv[1])
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=settings.get("timeout_s", 60)))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     rank = dist.get_rank()
     trace = os.open(settings["trace"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
@@ -88,11 +79,8 @@ def main() -> None:
         **given,
     )
     state = {"model": model, "optimizer": optimizer, "loader": loader, "progress": progress}
-    phases.append(time.time())
     with SnapshotEngine(config, state) as engine:
-        phases.append(time.time())
         snapshot = engine.restore("latest")
-        phases += [phases[-1] + (snapshot.seconds if snapshot else 0.0), time.time()]
         write("resumed", *((snapshot.step, snapshot.level) if snapshot else (0, "nothing")))
         while engine.step < settings["steps"]:
             sampler.set_epoch(progress["epoch"])
@@ -105,9 +93,6 @@ def main() -> None:
                     engine.step + 1, loss.item().hex(), digest([*model.parameters(), optimizer.state_dict()["state"]])
                 )
                 engine.boundary()
-                if len(phases) < 7:
-                    phases.append(time.time())
-                    write("phases", *phases)
                 if engine.step in (settings.get("durable_at"), settings.get("protected_at")):
                     capture_for_all(engine, engine.step)
                 if engine.step == settings.get("durable_at"):

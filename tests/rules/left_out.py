@@ -1,17 +1,21 @@
 """Rules that are left out, one at a time, and the test of the quick tier that notices: ``left_out.py DIRECTORY``.
 
 A rule is a condition in a function. A condition that is left out is never true, a part of ``and`` always true. A test
-that hangs does not count as one that notices.
+that hangs does not count as one that notices. All tests are collected once; each rule is left out in a fork of that
+process.
 """
 
 import ast
-from collections.abc import Iterator
+import contextlib
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType, FunctionType
 
-import hypothesis  # noqa: F401  imported here, not by each process
-import pytest_timeout  # noqa: F401
-import torch  # noqa: F401
+import pytest
 from support import mutants
 
 
@@ -339,17 +343,54 @@ def leave_out(rule: Rule) -> None:
     changer = _LeaveOut(rule)
     tree = ast.fix_missing_locations(changer.visit(ast.parse(path.read_text())))
     assert changer.num_replaced == 1, f"{rule} is there {changer.num_replaced} times, not once"
-    mutants.replace_module(rule.file, compile(tree, path, "exec"))
+    code = compile(tree, path, "exec")
+    for name in rule.function.split("."):
+        [code] = [part for part in code.co_consts if isinstance(part, CodeType) and part.co_name == name]
+    _function_of(rule).__code__ = code
 
 
-def changes() -> Iterator[mutants.Change]:
-    options = ("-x", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--tier", "quick", "--timeout", "0")
-    for test, places in RULES.items():
-        for place in places:
-            rule = Rule(*place)
-            name = f"{rule.file}: {rule.function}: {rule.text}"
-            yield mutants.Change(name, partial(leave_out, rule), (*options, f"tests/{test}"))
+def _function_of(rule: Rule) -> FunctionType:
+    module = importlib.import_module("lazysnap." + rule.file.removesuffix(".py").replace("/", "."))
+    *classes, name = rule.function.split(".")
+    owner = module
+    for class_name in classes:
+        owner = getattr(owner, class_name)
+    function = inspect.getattr_static(owner, name)
+    for wrapped in ("fget", "__func__"):  # of a property; of a method of the class
+        function = getattr(function, wrapped, function)
+    return function
+
+
+def changes() -> list[mutants.Change]:
+    rules = [(test, Rule(*place)) for test, places in RULES.items() for place in places]
+    return [
+        mutants.Change(f"{rule.file}: {rule.function}: {rule.text}", partial(leave_out, rule), (f"tests/{test}",))
+        for test, rule in rules
+    ]
+
+
+class RulesOneByOne:
+    """Leaves out each rule, once pytest has collected the tests that notice."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        mutants.main(changes(), partial(_run_collected, session))
+        return True
+
+
+def _run_collected(session: pytest.Session, tests: Sequence[str]) -> int:
+    """Run some of the tests that were collected, as ``pytest.main`` would; the exit status."""
+    [test] = tests
+    session.items = [item for item in session.items if f"{item.nodeid}::".startswith((f"{test}::", f"{test}["))]
+    assert session.items, test
+    with contextlib.suppress(session.Failed):
+        session.config.pluginmanager.getplugin("main").pytest_runtestloop(session)
+    status = pytest.ExitCode.TESTS_FAILED if session.testsfailed else pytest.ExitCode.OK
+    session.config.hook.pytest_sessionfinish(session=session, exitstatus=status)
+    return status
 
 
 if __name__ == "__main__":
-    mutants.main(list(changes()))
+    options = ["-x", "-q", "-s", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    options += ["--tier", "quick", "--timeout", "0"]
+    sys.exit(pytest.main([*options, *(f"tests/{test}" for test in RULES)], plugins=[RulesOneByOne()]))

@@ -48,7 +48,7 @@ use = lambda: _decode(data)
 def test_the_first_use_by_several_threads_ends_no_process(make):
     """Without types that are built when they are imported, two of three of these processes died of a wrong address."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    for _ in range(8):
+    for _ in range(4):
         child = subprocess.run(
             [sys.executable, "-c", CHILD.format(make=make)], env=environment, capture_output=True, text=True
         )

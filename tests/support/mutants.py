@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
@@ -25,6 +25,8 @@ AT_ONCE = 2
 DEADLINE_S = 120.0
 HANGS = 124
 ALL_NOTICED = "each change is noticed\n"
+RunTests = Callable[[list[str]], int]
+"""Runs the tests that arguments of pytest choose; the exit status. It is called in a process of its own."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +46,24 @@ def check(script: str, directory: pathlib.Path, deadline_s: float, **environment
     env |= {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", **environment}
     words = [sys.executable, "-W", "ignore", script, str(directory)]
     run = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=deadline_s, check=False)
-    assert (run.returncode, run.stdout) == (0, ALL_NOTICED), run.stdout + run.stderr
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert ALL_NOTICED in run.stdout, run.stdout + run.stderr
 
 
-def main(changes: Sequence[Change]) -> None:
+def main(changes: Sequence[Change], run_tests: RunTests = pytest.main) -> None:
     """Make each change and run its tests; they must have passed without it. ``SCRIPT DIRECTORY``"""
     directory = pathlib.Path(sys.argv[1])
     arguments_of_tests = dict.fromkeys(change.arguments for change in changes)
     unchanged = [Change("no change", _change_nothing, arguments) for arguments in arguments_of_tests]
-    is_sound = _all_end_with(pytest.ExitCode.OK, unchanged, directory)
-    if is_sound and _all_end_with(pytest.ExitCode.TESTS_FAILED, changes, directory):
+    is_sound = _all_end_with(pytest.ExitCode.OK, _run_all(unchanged, directory, run_tests))
+    if is_sound and _all_end_with(pytest.ExitCode.TESTS_FAILED, _run_all(changes, directory, run_tests)):
         print(ALL_NOTICED, end="")
 
 
-def _all_end_with(expected: int, changes: Sequence[Change], directory: pathlib.Path) -> bool:
+def _all_end_with(expected: int, results: Iterable[tuple[Change, int, str]]) -> bool:
     """Return True if all tests end with this exit status; write down those that do not."""
     is_expected = True
-    for change, status, output in _run_all(changes, directory):
+    for change, status, output in results:
         if status != expected:
             is_expected = False
             print(f"{change.name}: {change.arguments[-1]} ends with {status}\n{output[-3000:]}\n")
@@ -84,7 +87,9 @@ def _change_nothing() -> None:
     """Leave the package as it is."""
 
 
-def _run_all(changes: Sequence[Change], directory: pathlib.Path) -> Iterator[tuple[Change, int, str]]:
+def _run_all(
+    changes: Sequence[Change], directory: pathlib.Path, run_tests: RunTests
+) -> Iterator[tuple[Change, int, str]]:
     """Make each change in a process of its own, and run its tests there.
 
     Yields: the change, the exit status of pytest (``HANGS`` after ``DEADLINE_S``), and what it printed.
@@ -96,7 +101,7 @@ def _run_all(changes: Sequence[Change], directory: pathlib.Path) -> Iterator[tup
             number, change = waiting.pop(0)
             pid = os.fork()
             if not pid:
-                _run(change, directory / str(number))
+                _run(change, directory / str(number), run_tests)
             running[pid] = (number, time.monotonic() + DEADLINE_S)
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -113,17 +118,18 @@ def _run_all(changes: Sequence[Change], directory: pathlib.Path) -> Iterator[tup
         time.sleep(0.01)
 
 
-def _run(change: Change, output: pathlib.Path) -> None:
+def _run(change: Change, output: pathlib.Path, run_tests: RunTests) -> None:
     status = 70
     try:
         os.setsid()
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), 1)
         os.dup2(1, 2)
         change.make()
-        status = pytest.main([*change.arguments])
+        status = run_tests([*change.arguments])
     except BaseException:  # noqa: BLE001  it is printed, and the status says that it was no test
         traceback.print_exc()
     finally:
+        sys.stdout.flush()
         os._exit(int(status))
 
 
