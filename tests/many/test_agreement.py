@@ -36,7 +36,7 @@ RESUMING = ["ask", "surveyed", "read", "load", "loaded", "discard"]
 
 @pytest.mark.parametrize(
     ("place", "victims"),
-    [("memory", (1,)), ("memory", (0, 1)), ("storage", (0,))],
+    [("memory", (1,)), ("storage", (0, 1))],
 )
 def test_ranks_that_die_while_all_resume_leave_the_snapshots_as_they_were(make_job, end_keepers, place, victims):
     """One after the other; before and after all agreed on one, and while it is being loaded."""

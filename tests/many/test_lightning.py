@@ -14,7 +14,7 @@ from support.ports import free_port
 
 import lazysnap
 
-STRATEGIES = (("ddp", 2), ("fsdp2", 2), ("fsdp2+tp", 4))
+STRATEGIES = (("ddp", 2), ("fsdp2+tp", 4))
 BATCH, SAMPLES = 3, 48
 TIMEOUT_S = 240
 """Of one start: Lightning's own launchers import everything once more in each process they start."""
@@ -179,10 +179,9 @@ def test_an_optimizer_that_shards_its_state_itself_is_refused_before_anything_is
     assert not list(fit.place.glob("trace.*"))
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("ddp", 2), ("fsdp2", 2)])
-def test_an_exported_checkpoint_holds_what_lightning_saves_itself(make_fit, tmp_path, strategy, world):
+def test_an_exported_checkpoint_holds_what_lightning_saves_itself(make_fit, tmp_path):
     fit = make_fit("fit", levels=True)
-    assert fit.run(strategy, world, save=True) == [0] * world, fit.output()
+    assert fit.run("fsdp2", 2, save=True) == [0, 0], fit.output()
     stock = torch.load(fit.place / "stock.ckpt", weights_only=True)
 
     exported = lazysnap.export(fit.levels[0], tmp_path / "exported.ckpt")
