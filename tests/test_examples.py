@@ -1,4 +1,4 @@
-"""The examples do what the README says, with the arguments of a user. Python is forked: it has imported the frameworks."""
+"""The examples do what the README says, with the arguments of a user. Python is forked, its frameworks imported."""
 
 import contextlib
 import os
