@@ -196,8 +196,9 @@ def counted_at_every_batch(script, epochs, trained):
             script.accelerator.save_state()
 
 
-@pytest.mark.parametrize("data", [None, Numbers()], ids=["sized", "stream"])
-@pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_at_every_batch])
+@pytest.mark.parametrize(
+    ("train", "data"), [(counted_at_the_last_batch, None), (counted_at_every_batch, Numbers())], ids=["last", "every"]
+)
 def test_wherever_a_script_counts_its_epochs_a_restart_loses_and_repeats_none(tmp_path, train, data):
     whole, expected = Script(data, project_dir=str(tmp_path / "whole")), []
     train(whole, 4, expected)
@@ -230,7 +231,7 @@ def counted_behind_the_loop(script, epochs, trained):
 @pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_at_every_batch, counted_behind_the_loop])
 def test_with_one_batch_per_epoch_a_restart_loses_and_repeats_none(tmp_path, train):
     trained = []
-    for epochs in (1, 3, 4):
+    for epochs in (1, 4):
         script = Script(ONE, project_dir=tmp_path)
         script.accelerator.load_state("latest")
         assert script.accelerator.engine._wait_ready(60)
@@ -250,7 +251,7 @@ def train_until(script, most, trained):
         script.progress.epoch += 1
 
 
-@pytest.mark.parametrize("most", [1, 4, 6])
+@pytest.mark.parametrize("most", [4, 6])
 def test_a_loop_that_is_left_by_break_goes_on_behind_the_batches_that_were_trained(tmp_path, most):
     whole, expected = Script(project_dir=tmp_path / "whole"), []
     train_until(whole, 16, expected)
