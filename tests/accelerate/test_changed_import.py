@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,10 +108,12 @@ def test_a_logging_directory_decides_where_snapshots_go(in_empty_directory):
     assert sorted(os.listdir("runs")) == ["first", "lazysnap"]
 
 
-def test_two_programs_without_a_place_run_in_one_directory_and_the_second_has_no_snapshots(in_empty_directory):
+def test_two_programs_without_a_place_run_in_one_directory_and_the_second_has_no_snapshots(
+    in_empty_directory, forking_python
+):
     program = "import sys; sys.path.insert(0, sys.argv[1]); from test_changed_import import Script; script = Script(); "
     program += "script.epoch(); print('trained', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-W", "ignore", "-c", program, str(Path(__file__).parent)]
+    command = [forking_python, "-c", program, str(Path(__file__).parent)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"trained\n"
         second = Script()

@@ -141,17 +141,18 @@ def segments(path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_launcher_starts_them_again(zygote, tmp_path):
+def test_a_launcher_starts_them_again(zygote, forking_python, tmp_path):
     statuses, _, whole, text = start(zygote, tmp_path / "whole", "Plain", [0] * WORLD, 1)
     assert statuses == [0] * WORLD, text
     directory = tmp_path / "cut"
     directory.mkdir()
     # With --cpu it starts one process alone, unless there is an mpirun; the script asks for no GPU itself.
-    command = ["accelerate.commands.launch", "--multi_gpu", "--gpu_ids", "all", "--num_processes", str(WORLD)]
+    command = [str(Path(sys.executable).with_name("accelerate")), "launch"]
+    command += ["--multi_gpu", "--gpu_ids", "all", "--num_processes", str(WORLD), "--no_python"]
     command += ["--main_process_port", str(free_port())]
     command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     # Every start dies after 6 steps more; the second or third has fewer left.
-    program = [sys.executable, "-m", *command, SCRIPT, str(directory), "Plain", "6", "1"]
+    program = [forking_python, *command, forking_python, SCRIPT, str(directory), "Plain", "6", "1"]
     status, number = None, -1
     while status != 0 and number < 3:
         number += 1
