@@ -65,8 +65,9 @@ assert LazySnapshotCallback.__mro__ == classes
 
 def test_a_package_that_is_imported_later_leaves_the_class_and_its_subclasses_as_they_are(zygote, tmp_path):
     """Trainers of both packages take the callback, although it was defined for the first one."""
-    output = tmp_path / "output"
-    assert zygote.run(["-c", OF_BOTH, str(tmp_path)], {}, output) == 0, output.read_text()
+    program, output = tmp_path / "of_both.py", tmp_path / "output"
+    program.write_text(OF_BOTH)
+    assert zygote.run([str(program), str(tmp_path)], {}, output) == 0, output.read_text()
 
 
 def test_the_same_with_pytorch_lightning(tmp_path):
