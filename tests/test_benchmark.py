@@ -1,14 +1,14 @@
 """The benchmark runs, judges what it measured, and compares with another checkout."""
 
 import json
-import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from benchmarks import compare, gpu, levels, stall
+from benchmarks import compare, gpu, levels, scale, stall
 from benchmarks.__main__ import parser
 from benchmarks.report import Report
 
@@ -21,12 +21,25 @@ def report(tmp_path):
     return Report(tmp_path, "made-up")
 
 
-def run(*arguments, code=0, **environment):
+def run(*arguments):
     command = [sys.executable, "-m", "benchmarks", *map(str, arguments)]
     how = {"capture_output": True, "text": True, "timeout": 880, "check": False, "cwd": ROOT}
-    done = subprocess.run(command, env={**os.environ, **environment}, **how)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
+    done = subprocess.run(command, **how)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return done
+
+
+@pytest.fixture
+def measured(report):
+    """Run a benchmark here, what it measures in processes of its own, and return its lines of a measure."""
+
+    def measured(what, measure, *arguments):
+        args = parser().parse_args([what, *map(str, arguments)])
+        assert args.run(args, report) is None
+        assert not report.of("left out")
+        return report.of(measure)
+
+    return measured
 
 
 def lines(path):
@@ -124,117 +137,116 @@ def test_figures_of_two_checkouts_are_paired_by_what_they_are_of():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_rates_of_a_level_and_a_death_of_training_and_keeper_are_measured(tmp_path):
+def test_rates_of_a_level_and_a_death_of_training_and_keeper_are_measured(measured, report, monkeypatch, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
     how = ("--levels", "local", "--size-mb", 2, "--rounds", 1, "--repeats", 1, "--train-mb", 1)
-    done = run("levels", *how, "--out", tmp_path / "out", "--directory", tmp_path / "disk")
 
-    found = lines(tmp_path / "out" / "levels.jsonl")
-    rates = [line for line in found if line["measure"] == "rate"]
-    measured = [(rate["level"], rate["direction"], rate["raw_limit"]) for rate in rates]
-    assert measured == [("local", "write", "O_DIRECT"), ("local", "read", "O_DIRECT")], done.stderr
+    rates = measured("levels", "rate", *how)
+
+    of_rates = [(rate["level"], rate["direction"], rate["raw_limit"]) for rate in rates]
+    assert of_rates == [("local", "write", "O_DIRECT"), ("local", "read", "O_DIRECT")]
     assert all(len(rate["raw_mb_per_s"]) == len(rate["lazysnap_mb_per_s"]) == 1 for rate in rates)
-    [loss] = [line for line in found if line["measure"] == "loss"]
+    [loss] = report.of("loss")
     # It may have gone on a little while the order to kill it was on its way. What it resumed came from the disk.
     [killed_at, resumed, lost] = [loss[name][0] for name in ("killed_at", "resumed", "steps_lost")]
     assert killed_at >= levels.KILL_AT
     assert 1 <= resumed <= killed_at
     assert lost == killed_at - resumed
     assert loss["restore_s"][0] < loss["first_step_s"][0]
-    assert not list((tmp_path / "disk").iterdir())
-    assert "target:" in (tmp_path / "out" / "levels.txt").read_text()
+    assert not list(disk.iterdir())
+    assert report.of("target")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_stalls_are_measured_here_and_in_another_checkout(tmp_path):
-    """The other one is this one, seen from elsewhere."""
+def test_stalls_are_measured(measured):
+    how = ("--params", "tiny", "--threads", 1, "--snapshots", 2, "--every", 20, "--methods", "lazysnap-disk")
+
+    [line] = measured("stall", "stall", *how)
+
+    assert line["method"] == "lazysnap-disk"
+    assert len(line["durable_s"]) > 0
+    assert all(line[name] is not None for name in NOTHING)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_cost_of_several_ranks_is_counted(measured, monkeypatch):
+    monkeypatch.setattr(scale, "KINDS", ("fsdp",))  # each is a dozen processes
+
+    [line] = measured("scale", "counted", "--counted", 2)
+
+    assert line["collectives_per_snapshot"] == 0 < line["collectives_planning"]
+    assert line["messages_per_snapshot_and_rank"] > 0
+    assert line["files_per_snapshot"] == 2
+    # Together one copy: each half of it, and what is each rank's own.
+    assert max(line["mb_per_rank"]) < 0.51 * line["mb_per_snapshot"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_restarts_are_measured_phase_by_phase_and_are_exact_here_and_in_another_checkout(tmp_path):
+    """As a command. The other checkout is this one, seen from elsewhere."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "lazysnap").symlink_to(ROOT / "lazysnap")
-    methods = ["none", "lazysnap-disk"]
-    how = ["--params", "tiny", "--threads", 1, "--snapshots", 2, "--every", 20, "--methods", *methods]
+    how = ("--size", "tiny", "--levels", "local", "--methods", "lazysnap", "--ranks", 1, "--rounds", 1)
 
-    done = run("compare", "--against", other, "--out", tmp_path / "out", "stall", *how)
+    done = run("compare", "--against", other, "--out", tmp_path / "out", "restore", *how)
 
     for name in ("before", "after"):
-        found = lines(tmp_path / "out" / f"{name}-0" / "stall.jsonl")
-        assert [line["method"] for line in found if line["measure"] == "stall"] == methods
-    row = next(row for row in done.stdout.splitlines() if "lazysnap-disk" in row and " blocked_ms" in row)
-    assert row.count(" - ") == 0  # both have it, and a ratio
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_cost_of_several_ranks_is_counted(tmp_path):
-    run("scale", "--counted", 2, "--out", tmp_path)
-
-    found = lines(tmp_path / "scale.jsonl")
-    assert not [line for line in found if line["measure"] == "left out"]
-    counted = [line for line in found if line["measure"] == "counted"]
-    assert [line["kind"] for line in counted] == ["ddp", "fsdp"]
-    for line in counted:
-        assert line["collectives_per_snapshot"] == 0 < line["collectives_planning"]
-        assert line["messages_per_snapshot_and_rank"] > 0
-        assert line["files_per_snapshot"] == 2
-        # Together one copy: each half of it, and what is each rank's own.
-        assert max(line["mb_per_rank"]) < 0.51 * line["mb_per_snapshot"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_restarts_are_measured_phase_by_phase_and_are_exact(tmp_path):
-    how = ("--levels", "local", "--methods", "dcp", "lazysnap", "--ranks", 1, "--rounds", 1)
-    run("restore", "--size", "tiny", *how, "--out", tmp_path)
-
-    found = [line for line in lines(tmp_path / "restore.jsonl") if line["measure"] == "restore"]
-    assert [(line["level"], line["method"]) for line in found] == [("local", "dcp"), ("local", "lazysnap")]
-    for line in found:
+        found = lines(tmp_path / "out" / f"{name}-0" / "restore.jsonl")
+        [line] = [line for line in found if line["measure"] == "restore"]
+        assert (line["level"], line["method"], line["exact"]) == ("local", "lazysnap", "yes")
         phases = ("imports_s", "build_s", "load_s", "step_s")
         assert line["total_s"][0] == pytest.approx(sum(line[phase][0] for phase in phases))
-        assert line["exact"] == "yes"
+    row = next(row for row in done.stdout.splitlines() if "lazysnap" in row and " load_s" in row)
+    assert row.count(" - ") == 0  # both have it, and a ratio
+    assert "target:" in (tmp_path / "out" / "after-0" / "restore.txt").read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_protection_between_nodes_is_measured_and_a_lost_node_is_computed(tmp_path):
+def test_protection_between_nodes_is_measured_and_a_lost_node_is_computed(measured, report):
     """What is restored is compared by the benchmark itself."""
-    run("parity", "--nodes", 3, "--megabytes", 5, "--rounds", 1, "--turns", 0, "--out", tmp_path)
+    [lost] = measured("parity", "lost node", "--nodes", 3, "--megabytes", 5, "--rounds", 1, "--turns", 0)
 
-    found = {line["measure"]: line for line in lines(tmp_path / "parity.jsonl")}
-    assert "left out" not in found
     for what in ("encode", "rebuild"):
-        assert (found[what]["nodes"], found[what]["may_be_lost"]) == (3, 1)
-        assert [len(found[what][name]) for name in ("gb_per_s", "tcp_gb_per_s")] == [1, 1]
-    lost = found["lost node"]
+        [found] = report.of(what)
+        assert (found["nodes"], found["may_be_lost"]) == (3, 1)
+        assert [len(found[name]) for name in ("gb_per_s", "tcp_gb_per_s")] == [1, 1]
     phases = ("imported_s", "built_s", "met_s", "fetched_s", "loaded_s", "step_s")
     assert lost["total_s"][0] == pytest.approx(sum(lost[name][0] for name in phases))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_gpu_benchmark_resumes_what_it_captured_from_memory(report, monkeypatch):
+def test_the_gpu_benchmark_resumes_what_it_captured_from_memory(measured, report, monkeypatch):
     """On a CPU: the program is the same, the figures mean nothing. How a disk is read, is tried with ``restore``."""
     monkeypatch.setattr(gpu, "MOST_ON_DISK_GB", 0.0)
 
-    assert gpu.run(parser().parse_args(["gpu", "--device", "cpu", "--sizes-gb", "0.005"]), report) is None
+    [restored] = measured("gpu", "restore", "--device", "cpu", "--sizes-gb", "0.005")
 
+    assert (restored["level"], restored["exact"]) == ("memory", "yes")
     [capture] = report.of("stall")
     assert capture["torn"] == 0
-    assert [(line["level"], line["exact"]) for line in report.of("restore")] == [("memory", "yes")]
 
 
 @pytest.mark.slow
-def test_the_gpu_benchmark_without_a_device_says_what_to_do(tmp_path):
-    done = run("gpu", "--out", tmp_path, code=1, CUDA_VISIBLE_DEVICES="")
+def test_the_gpu_benchmark_without_a_device_says_what_to_do(report, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    assert "make gpu PYTHON=" in done.stderr
+    assert "make gpu PYTHON=" in gpu.run(parser().parse_args(["gpu"]), report)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_time_from_a_kill_to_the_next_step_is_measured(tmp_path):
+def test_the_time_from_a_kill_to_the_next_step_is_measured(measured):
     how = ("--trainings", "lightning", "--loads", "idle", "--starts", "warm", "--kills", 1)
-    run("restart", *how, "--out", tmp_path)
-    found = [line for line in lines(tmp_path / "restart.jsonl") if line["measure"] == "restart"]
-    assert [line["start"] for line in found] == ["warm"]
-    assert found[0]["restart_s"][0] > 0
+
+    [found] = measured("restart", "restart", *how)
+
+    assert found["start"] == "warm"
+    assert found["restart_s"][0] > 0

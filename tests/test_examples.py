@@ -1,4 +1,4 @@
-"""The examples do what the README says: they are run as a user runs them."""
+"""The examples do what the README says, with the arguments of a user. Python is forked, its frameworks imported."""
 
 import contextlib
 import os
@@ -12,18 +12,29 @@ import time
 from pathlib import Path
 
 import pytest
-from support.programs import ENVIRONMENT, TWO_RANKS, output_of
+from support.newest import PROVES
+from support.programs import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 TINY = ["--size", "tiny", "--batch-size", "4"]
 
 
-def run(script: str, *arguments: str, job_id: str, code: int = 0) -> str:
-    return output_of(str(ROOT / "examples" / script), *arguments, code=code, LAZYSNAP_JOB_ID=job_id, COLUMNS="150")
+@pytest.fixture
+def run(zygote, tmp_path_factory):
+    """Run an example, which has to end well; what it said."""
+    output = tmp_path_factory.mktemp("output") / "output"
+
+    def run(script: str, *arguments: str, job_id: str) -> str:
+        environment = {"LAZYSNAP_JOB_ID": job_id, "COLUMNS": "150", **PROVES}
+        status = zygote.run([str(ROOT / "examples" / script), *arguments], environment, output)
+        assert status == 0, output.read_text()[-6000:]
+        return output.read_text()
+
+    return run
 
 
 @pytest.mark.slow
-def test_the_lightning_example_trains_and_its_loss_falls(tmp_path):
+def test_the_lightning_example_trains_and_its_loss_falls(run, tmp_path):
     output = run("lightning_gpt.py", *TINY, "--max-steps", "60", "--dirpath", str(tmp_path), job_id=f"ex-{tmp_path}")
     losses = [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)$", output, flags=re.M)]
     assert len(losses) == 60
@@ -32,7 +43,7 @@ def test_the_lightning_example_trains_and_its_loss_falls(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_plain_loop_goes_on_where_it_ended(tmp_path):
+def test_the_plain_loop_goes_on_where_it_ended(run, tmp_path):
     common = ["--dirpath", str(tmp_path)]
     first = run("plain_loop.py", "--max-steps", "3", *common, job_id=f"plain-{tmp_path}")
     second = run("plain_loop.py", "--max-steps", "5", *common, job_id=f"plain-{tmp_path}")
@@ -41,7 +52,7 @@ def test_the_plain_loop_goes_on_where_it_ended(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_rollback_example_goes_back_once_and_ends_with_finite_weights(tmp_path):
+def test_the_rollback_example_goes_back_once_and_ends_with_finite_weights(run, tmp_path):
     output = run("rollback_on_nan.py", "--dirpath", str(tmp_path), job_id=f"nan-{tmp_path}")
     assert re.findall(r"^went back from step (\d+) to step (\d+)$", output, flags=re.M) == [("21", "20")]
     assert "step 39, weights are finite: True" in output
@@ -68,11 +79,11 @@ def test_the_loop_of_the_readme_goes_on_where_it_was_killed_and_ends_once(zygote
     assert (status, "lazysnap: resumed step 400 of run" in said) == (0, True), said
 
 
-def killed_at(step: int, script: str, *arguments: str, job_id: str) -> str:
+def killed_at(step: int, python: str, script: str, *arguments: str, job_id: str) -> str:
     """What an example said until it was killed, at once after it had said that this step is over."""
     with subprocess.Popen(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
-        env={**os.environ, "LAZYSNAP_JOB_ID": job_id},
+        [python, str(ROOT / "examples" / script), *arguments],
+        env={**os.environ, **PROVES, "LAZYSNAP_JOB_ID": job_id},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -88,9 +99,9 @@ def killed_at(step: int, script: str, *arguments: str, job_id: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["plain_loop.py", "fabric.py", "accelerate_gpt.py"])
-def test_an_example_that_is_killed_goes_on_where_it_was(tmp_path, script):
+def test_an_example_that_is_killed_goes_on_where_it_was(run, forking_python, tmp_path, script):
     arguments, job_id = ["--max-steps", "40", "--dirpath", str(tmp_path)], f"killed-{tmp_path}"
-    first = killed_at(20, script, *arguments, job_id=job_id)
+    first = killed_at(20, forking_python, script, *arguments, job_id=job_id)
     second = run(script, *arguments, job_id=job_id)
 
     assert "starting fresh" in first
@@ -106,7 +117,7 @@ def test_an_example_that_is_killed_goes_on_where_it_was(tmp_path, script):
 
 
 @pytest.mark.slow
-def test_the_trainer_of_transformers_goes_on_where_it_ended(tmp_path):
+def test_the_trainer_of_transformers_goes_on_where_it_ended(run, tmp_path):
     common = ["--output-dir", str(tmp_path), "--batch-size", "4"]
     first = run("hf_trainer.py", "--max-steps", "3", *common, job_id=f"hf-{tmp_path}")
     second = run("hf_trainer.py", "--max-steps", "5", *common, job_id=f"hf-{tmp_path}")
@@ -115,7 +126,7 @@ def test_the_trainer_of_transformers_goes_on_where_it_ended(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_trainer_of_trl_goes_on_where_it_ended(tmp_path):
+def test_the_trainer_of_trl_goes_on_where_it_ended(run, tmp_path):
     pytest.importorskip("trl", reason="trl and datasets take 220 MB: `uv pip install trl` to run this")
     common = ["--output-dir", str(tmp_path)]
     run("trl_sft.py", "--max-steps", "3", *common, job_id=f"trl-{tmp_path}")
@@ -127,11 +138,12 @@ def test_the_trainer_of_trl_goes_on_where_it_ended(tmp_path):
 class Torchrun:
     """An example on two ranks, and what it says."""
 
-    def __init__(self, script: str, *arguments: str, job_id: str) -> None:
-        program = ["--max-restarts", "3", str(ROOT / "examples" / script)]
+    def __init__(self, python: str, script: str, *arguments: str, job_id: str) -> None:
+        launcher = str(Path(sys.executable).with_name("torchrun"))
+        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "--no-python"]
         self.process = subprocess.Popen(
-            [sys.executable, *TWO_RANKS, *program, *arguments],
-            env={**os.environ, **ENVIRONMENT, "LAZYSNAP_JOB_ID": job_id},
+            [python, launcher, *options, python, str(ROOT / "examples" / script), *arguments],
+            env={**os.environ, **ENVIRONMENT, **PROVES, "LAZYSNAP_JOB_ID": job_id},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -171,8 +183,9 @@ class Torchrun:
 
 @pytest.mark.slow
 @pytest.mark.timeout(540)
-def test_two_ranks_go_on_from_memory_when_one_of_them_was_killed(tmp_path):
-    job = Torchrun("ddp_loop.py", "--max-steps", "40", "--dirpath", str(tmp_path), job_id=f"ddp-{tmp_path}")
+def test_two_ranks_go_on_from_memory_when_one_of_them_was_killed(forking_python, tmp_path):
+    arguments = ["--max-steps", "40", "--dirpath", str(tmp_path)]
+    job = Torchrun(forking_python, "ddp_loop.py", *arguments, job_id=f"ddp-{tmp_path}")
     try:
         job.follow("step 10 loss")
         fresh = dict(re.findall(r"rank (\d), process (\d+): a fresh start", job.text))

@@ -78,13 +78,10 @@ class Accumulated(Plain):
 
 
 class Asking(Plain):
-    """The script calls save_state() itself, also within an accumulation."""
+    """The script made its accelerator itself, and calls save_state() itself, also within an accumulation."""
 
     asks = True
     accumulation = 2
-
-
-class Attached(Plain):
     lazy_from_the_start = False
 
 
@@ -94,10 +91,6 @@ class SeedableSampler(Plain):
 
 class Stateful(Plain):
     settings = {"use_stateful_dataloader": True}
-
-
-class Dispatching(Plain):
-    settings = {"dispatch_batches": True}
 
 
 class Workers(Plain):
@@ -141,7 +134,7 @@ class Sharded(Iterable):
     settings = {"dispatch_batches": False}
 
 
-class StatefulDispatching(Plain):
+class Dispatching(Plain):
     settings = {"use_stateful_dataloader": True, "dispatch_batches": True}
 
 
@@ -174,23 +167,9 @@ class Fsdp2(TakenForGpus):
         return {**super().plugins(), "fsdp_plugin": plugin}
 
 
-CASES = {
-    case.__name__: case
-    for case in (
-        Plain,
-        Accumulated,
-        Asking,
-        Attached,
-        SeedableSampler,
-        Stateful,
-        Dispatching,
-        Workers,
-        Iterable,
-        Uneven,
-        Guided,
-    )
-}
-OF_RANKS = {case.__name__: case for case in (Split, Sharded, StatefulDispatching, Fsdp2, Joined)}
+CASES = {case.__name__: case for case in (Plain, Accumulated, Asking, Stateful, Workers, Guided)}
+"""Other loaders of one process are cut in tests/data."""
+OF_RANKS = {case.__name__: case for case in (SeedableSampler, Uneven, Split, Sharded, Dispatching, Fsdp2, Joined)}
 """What makes a difference, or is possible, with several processes only."""
 
 

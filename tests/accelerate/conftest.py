@@ -50,5 +50,9 @@ def ranks(zygote, tmp_path, forking_python):
 
 @pytest.fixture
 def quick_exports(forking_python, monkeypatch):
-    """Each process that makes a checkpoint in the background is forked from one that has imported torch."""
+    """Each process that makes a checkpoint in the background is forked from one that has imported torch.
+
+    And training waits for the keeper of a busy machine before it lets Accelerate write a checkpoint.
+    """
     monkeypatch.setattr(sys, "executable", forking_python)
+    monkeypatch.setattr("lazysnap.integrations.accelerate.directories._KEPT_WITHIN_S", 60.0)

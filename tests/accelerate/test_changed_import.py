@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,10 +108,12 @@ def test_a_logging_directory_decides_where_snapshots_go(in_empty_directory):
     assert sorted(os.listdir("runs")) == ["first", "lazysnap"]
 
 
-def test_two_programs_without_a_place_run_in_one_directory_and_the_second_has_no_snapshots(in_empty_directory):
+def test_two_programs_without_a_place_run_in_one_directory_and_the_second_has_no_snapshots(
+    in_empty_directory, forking_python
+):
     program = "import sys; sys.path.insert(0, sys.argv[1]); from test_changed_import import Script; script = Script(); "
     program += "script.epoch(); print('trained', flush=True); sys.stdin.read()"
-    command = [sys.executable, "-W", "ignore", "-c", program, str(Path(__file__).parent)]
+    command = [forking_python, "-c", program, str(Path(__file__).parent)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout.readline() == b"trained\n"
         second = Script()
@@ -196,8 +197,9 @@ def counted_at_every_batch(script, epochs, trained):
             script.accelerator.save_state()
 
 
-@pytest.mark.parametrize("data", [None, Numbers()], ids=["sized", "stream"])
-@pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_at_every_batch])
+@pytest.mark.parametrize(
+    ("train", "data"), [(counted_at_the_last_batch, None), (counted_at_every_batch, Numbers())], ids=["last", "every"]
+)
 def test_wherever_a_script_counts_its_epochs_a_restart_loses_and_repeats_none(tmp_path, train, data):
     whole, expected = Script(data, project_dir=str(tmp_path / "whole")), []
     train(whole, 4, expected)
@@ -230,7 +232,7 @@ def counted_behind_the_loop(script, epochs, trained):
 @pytest.mark.parametrize("train", [counted_at_the_last_batch, counted_at_every_batch, counted_behind_the_loop])
 def test_with_one_batch_per_epoch_a_restart_loses_and_repeats_none(tmp_path, train):
     trained = []
-    for epochs in (1, 3, 4):
+    for epochs in (1, 4):
         script = Script(ONE, project_dir=tmp_path)
         script.accelerator.load_state("latest")
         assert script.accelerator.engine._wait_ready(60)
@@ -250,7 +252,7 @@ def train_until(script, most, trained):
         script.progress.epoch += 1
 
 
-@pytest.mark.parametrize("most", [1, 4, 6])
+@pytest.mark.parametrize("most", [4, 6])
 def test_a_loop_that_is_left_by_break_goes_on_behind_the_batches_that_were_trained(tmp_path, most):
     whole, expected = Script(project_dir=tmp_path / "whole"), []
     train_until(whole, 16, expected)

@@ -9,8 +9,7 @@ from test_directories import Script
 PROGRAM = str(Path(__file__).with_name("named.py"))
 
 
-@pytest.mark.parametrize("before", ["nothing", "checkpoint"])
-@pytest.mark.parametrize("victims", ["trainer", "both"])
+@pytest.mark.parametrize(("before", "victims"), [("nothing", "trainer"), ("nothing", "both"), ("checkpoint", "both")])
 def test_what_was_named_is_loaded_or_what_stock_has(zygote, forking_python, tmp_path, before, victims):
     environment = {"LAZYSNAP_TEST_PYTHON": forking_python}
     assert zygote.run([PROGRAM, str(tmp_path), before, victims], environment, tmp_path / "output") == -9, (

@@ -13,6 +13,10 @@ from lazysnap.data import make_resumable
 from lazysnap.data.streams import collect_rng, restore_rng
 
 EPOCHS = 3
+FEW_CUTS = (1, 6, 9)
+"""A first batch, an epoch's last one, and one in the middle, for loaders that start processes each time."""
+FEW_STRIDES = (2, 0, 0, 4, 1)
+"""A chain with the same: in an epoch, twice before a first batch, and at the end of an epoch."""
 
 
 class Numbers(Dataset):

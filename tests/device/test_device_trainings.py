@@ -12,7 +12,7 @@ from support.zygote import Zygote
 
 SCRIPT = str(pathlib.Path(__file__).with_name("device_trainings.py"))
 INTEGRATIONS = ("plain", "rollback", "lightning", "accelerated", "trainer")
-DEATHS = 4
+DEATHS = 3
 _IMPORTED = (
     "support.accelerator",  # registers the device, which no child may have used before
     "torch._dynamo",

@@ -50,9 +50,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def faults(zygote, root: pathlib.Path) -> list[str]:
-    """Each point that an undisturbed training passes, and what dies there: each time and both where names change.
+    """Each point that an undisturbed training passes, and what dies there; the two deaths take turns.
 
-    At other points, where ``test_kill_everywhere`` has both deaths, there is one, and they take turns.
+    Where names change there is a death at each pass. At other points ``test_kill_everywhere`` has both deaths.
     """
     job = BestJob(zygote, root / "dry", len(VALUES))
     log = root / "points"
@@ -63,7 +63,7 @@ def faults(zygote, root: pathlib.Path) -> list[str]:
     for number, name in enumerate(sorted(set(passed))):
         if name.startswith(("engine.best", "keeper.names")):
             for at in range(1, passed.count(name) + 1):
-                found += [f"{name}:{at}:{action}" for action in ACTIONS]
+                found.append(f"{name}:{at}:{ACTIONS[(number + at) % 2]}")
         else:
             found.append(f"{name}:{(passed.count(name) + 1) // 2}:{ACTIONS[number % 2]}")
     return found

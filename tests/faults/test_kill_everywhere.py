@@ -69,11 +69,12 @@ def test_a_death_at_any_point_loses_at_most_one_interval_and_no_bit(zygote, root
     faults = []
     for number, name in enumerate(sorted(points)):
         # The first pass (nothing complete yet) and one in the middle (old snapshots and new ones side by side), once
-        # alone and once with the other process.
-        passes = [1, (points[name] + 1) // 2]
+        # alone and once with the other process; which of them comes first takes turns.
+        actions = ["kill", "kill-both"]
         if number % 2:
-            passes.reverse()
-        faults += [f"{name}:{at}:{action}" for at, action in zip(passes, ["kill", "kill-both"], strict=True)]
+            actions.reverse()
+        passes = dict.fromkeys([1, (points[name] + 1) // 2])
+        faults += [f"{name}:{at}:{action}" for at, action in zip(passes, actions, strict=False)]
     mine = faults[part::PARTS]
 
     with ThreadPoolExecutor(2) as pool:

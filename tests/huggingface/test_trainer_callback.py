@@ -15,15 +15,27 @@ from lazysnap.errors import ConfigError
 from lazysnap.integrations.transformers import attach_trainer
 
 
-@pytest.fixture
-def new_trainer(tmp_path):
+def trainers_in(directory):
     """Makes trainers in one directory; the same model each time."""
 
     def make(*callbacks, case="base", **changes):
         set_seed(7)
-        return make_trainer(case, tmp_path, Recorder(tmp_path / "record"), [*callbacks], **changes)
+        return make_trainer(case, directory, Recorder(directory / "record"), [*callbacks], **changes)
 
     return make
+
+
+@pytest.fixture
+def new_trainer(tmp_path):
+    return trainers_in(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The end of the base case, without lazysnap."""
+    trainer = trainers_in(tmp_path_factory.mktemp("uninterrupted"))()
+    trainer.train()
+    return final(trainer)
 
 
 class Fail(TrainerCallback):
@@ -50,9 +62,7 @@ def final(trainer):
     return digest([trainer.model.state_dict(), trainer.optimizer.state_dict(), trainer.lr_scheduler.state_dict()])
 
 
-def test_attach_trainer_gives_the_same_to_a_trainer_that_was_made_already(new_trainer, caplog):
-    whole = new_trainer()
-    whole.train()
+def test_attach_trainer_gives_the_same_to_a_trainer_that_was_made_already(new_trainer, uninterrupted, caplog):
     first = new_trainer()
     callback = attach_trainer(first)
     first.add_callback(Fail(callback, 8))
@@ -63,7 +73,7 @@ def test_attach_trainer_gives_the_same_to_a_trainer_that_was_made_already(new_tr
     with caplog.at_level("INFO", "lazysnap"):
         second.train("latest")
     assert "resumed step 8" in caplog.text
-    assert final(second) == final(whole)
+    assert final(second) == uninterrupted
 
 
 def test_attaching_twice_is_attaching_once(new_trainer):
@@ -182,7 +192,7 @@ def test_the_directory_of_a_snapshot_is_refused_with_what_resumes_it(new_trainer
 
 @pytest.mark.parametrize(
     ("limit", "short", "long"),
-    [("max_steps", 8, 14), ("num_train_epochs", 1, 2)],
+    [("max_steps", 8, 10), ("num_train_epochs", 1, 2)],
     ids=["in mid-epoch", "with an epoch"],
 )
 def test_a_training_that_reached_its_limit_goes_on_exactly_when_it_is_raised(new_trainer, limit, short, long):
@@ -229,11 +239,9 @@ class Terminated(TrainerCallback):
             jit.jit_manager._enable_checkpoint()
 
 
-@pytest.mark.parametrize("way", ["by a callback", "by a signal"])
-@pytest.mark.parametrize("step", [3, 6])
-def test_a_training_that_was_stopped_from_outside_goes_on_exactly(new_trainer, way, step):
-    whole = new_trainer()
-    whole.train()
+@pytest.mark.parametrize(("way", "step"), [("by a callback", 6), ("by a signal", 3)])
+def test_a_training_that_was_stopped_from_outside_goes_on_exactly(new_trainer, uninterrupted, way, step):
+    """Within an epoch, and at the end of one."""
     handler = signal.getsignal(signal.SIGTERM)
     first = new_trainer(lazysnap.LazyTrainerCallback(), enable_jit_checkpoint=way == "by a signal")
     first.add_callback(Stop(step) if way == "by a callback" else Terminated(first, step - 1))
@@ -243,7 +251,7 @@ def test_a_training_that_was_stopped_from_outside_goes_on_exactly(new_trainer, w
     again = new_trainer(lazysnap.LazyTrainerCallback())
     set_seed(1000)
     again.train(resume_from_checkpoint="latest")
-    assert final(again) == final(whole)
+    assert final(again) == uninterrupted
 
 
 def test_the_state_of_a_callback_that_the_program_no_longer_has_is_named(new_trainer, caplog):
@@ -356,7 +364,7 @@ class EvaluateAtOnce(TrainerCallback):
 
 def test_averages_that_are_swapped_in_for_an_evaluation_are_never_captured(new_trainer):
     def make(*callbacks):
-        trainer = new_trainer(*callbacks)
+        trainer = new_trainer(*callbacks, max_steps=8)
         # Copied last; that takes longer than to get to the evaluation.
         trainer.model.large = torch.nn.Parameter(torch.zeros(1 << 11, 1 << 12).t())
         evaluate = trainer.evaluate
@@ -386,8 +394,9 @@ def test_averages_that_are_swapped_in_for_an_evaluation_are_never_captured(new_t
     assert final(again) == final(whole)
 
 
-@pytest.mark.parametrize("size", [2, 8])
-def test_with_another_batch_size_each_sample_of_the_epoch_is_trained_once(new_trainer, caplog, size):
+def test_with_another_batch_size_each_sample_of_the_epoch_is_trained_once(new_trainer, caplog):
+    size = 8
+
     def run(*callbacks, **changes):
         trainer, seen = new_trainer(*callbacks, **changes), []
 

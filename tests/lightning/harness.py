@@ -63,27 +63,6 @@ class Stream(IterableDataset):
             yield self.numbers[index]
 
 
-class StatefulStream(IterableDataset):
-    """A stream that knows where it is, as torchdata asks for it."""
-
-    def __init__(self, size: int) -> None:
-        self.numbers, self.size, self.at, self.resumed = Numbers(size), size, 0, False
-
-    def __iter__(self) -> Any:
-        if not self.resumed:
-            self.at = 0
-        self.resumed = False
-        while self.at < self.size:
-            self.at += 1
-            yield self.numbers[self.at - 1]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at, self.resumed = state["at"], True
-
-
 class Net(pl.LightningModule):
     """Batch norm, dropout, a metric object, values logged in every way."""
 

@@ -7,7 +7,7 @@ import torch
 import torchmetrics
 from harness import BATCH_SIZE, BATCHES, Case, Net, Numbers, Stream, check_cuts, run
 from lightning.pytorch.callbacks import BaseFinetuning, EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 SIZE = BATCHES * BATCH_SIZE
 
@@ -36,12 +36,6 @@ class Batches:
 class BatchesInMemory(Case):
     def train_loader(self):
         return Batches()
-
-
-class EpochSampler(Case):
-    def train_loader(self):
-        data = Numbers(SIZE)
-        return DataLoader(data, BATCH_SIZE, sampler=DistributedSampler(data, 1, 0, seed=3))
 
 
 class TwoValidations(Case):
@@ -169,7 +163,6 @@ class MetricObjects(Case):
 CASES = [
     ReloadedLoaders,
     BatchesInMemory,
-    EpochSampler,
     TwoValidations,
     ValidationInAccumulation,
     UnsizedSteps,

@@ -133,6 +133,7 @@ def make_strategy(name: str, world: int) -> object:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    sys.executable = os.environ.get("LAZYSNAP_TEST_PYTHON", sys.executable)  # by which Lightning starts further ranks
     place, world = pathlib.Path(settings["place"]), settings["world"]
     if "rank" in settings:
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": settings["port"], "TORCHELASTIC_RUN_ID": "test"}

@@ -103,7 +103,7 @@ def whole(job, world):
     return set.intersection(*(gated[rank] & job.begun(rank) for rank in range(world)))
 
 
-@pytest.mark.parametrize("passage", [1, 2, 3])
+@pytest.mark.parametrize("passage", [1, 2])
 def test_a_common_step_survives_a_change_of_size(make_job, passage):
     """Steps 1 to 5 lie in slots that are too small from step 6 on, which is left out while others are made."""
     job = make_job(levels=[])
@@ -112,7 +112,7 @@ def test_a_common_step_survives_a_change_of_size(make_job, passage):
     common = max(whole(job, 2))
     assert {line[2] for line in job.events("skipped")} == {"6"}
     left_out = {line[0] for line in job.events("skipped")}  # by both ranks, unless memory came in time for one
-    least = {1: 5, 2: 7, 3: 8}[passage] if left_out == {"0", "1"} else 5
+    least = {1: 5, 2: 7}[passage] if left_out == {"0", "1"} else 5
     assert min(trained(job, 2)) >= 5 + passage + ("1" in left_out)
 
     assert set(job.run("ddp", 2, steps=12)) == {0}, job.output()
@@ -123,21 +123,20 @@ def test_a_common_step_survives_a_change_of_size(make_job, passage):
 VICTIMS = ((0,), (1,), (0, 1))
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_a_common_step_survives_death_at_every_point(make_job, wanted, passed, every):
-    """One training that dies at one point after the other. Who dies, takes turns, others with each interval."""
+def test_a_common_step_survives_death_at_every_point(make_job, wanted, passed):
+    """One training that dies at one point after the other. Who dies takes turns, and so does the interval."""
     job = make_job(levels=[])
-    settings = {"every": every, "steps": LONG}
-    assert set(job.run("ddp", 2, stop_at=2, **settings)) == {9}, job.output()
+    assert set(job.run("ddp", 2, stop_at=2, steps=LONG)) == {9}, job.output()
     reached = 2
-    for number, point in enumerate(of_memory(passed), every):
+    for number, point in enumerate(of_memory(passed)):
         victims = VICTIMS[number % len(VICTIMS)]
-        codes = job.run("ddp", 2, faults=faults(passed, point, victims), **settings)
+        every = 1 + number % 2
+        codes = job.run("ddp", 2, faults=faults(passed, point, victims), every=every, steps=LONG)
         assert -9 in codes, (point, codes, job.output())
         assert job.resumed() >= reached, (point, job.output())
         reached = max([reached, promised(job, 2, every), *whole(job, 2)])
 
-    assert set(job.run("ddp", 2, **settings)) == {0}, job.output()
+    assert set(job.run("ddp", 2, steps=LONG)) == {0}, job.output()
 
     assert job.resumed() >= reached
     assert job.results() == wanted("ddp", 2, steps=LONG)
@@ -165,21 +164,6 @@ def test_any_of_three_ranks_die_while_one_of_them_lags_and_again_right_after_the
 
 
 @pytest.mark.slow
-def test_eight_ranks_die_and_go_on_as_if_nothing_had_happened(make_job, wanted):
-    job = make_job(levels=[])
-    settings = {"every": 2, "steps": 8}
-    codes = job.run("fsdp", 8, faults={5: "capture.commit:3:kill", 2: "engine.begun:3:kill"}, **settings)
-    assert -9 in codes, job.output()
-    reached = max([promised(job, 8, 2), *whole(job, 8)])
-
-    assert set(job.run("fsdp", 8, **settings)) == {0}, job.output()
-
-    assert job.resumed() >= reached >= 2
-    assert {level for _, level, _ in job.origins()} == {"memory"}
-    assert job.results() == wanted("fsdp", 8, steps=8)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("part", "victims", "every"), [(0, (0,), 1), (1, (1,), 2), (2, (0, 1), 1)])
 def test_ranks_and_their_memory_lost_at_any_point_of_storage_leave_what_all_have_there(
     make_job, tmp_path, wanted, passed, part, victims, every
@@ -195,8 +179,8 @@ def test_ranks_and_their_memory_lost_at_any_point_of_storage_leave_what_all_have
     held = 4
     last = 4
     points = of_storage(passed)[part::3]
-    # A shard without its manifest is left and stays; half a file is left and swept.
-    points += ["level.store.commit", "level.local.write", "level.store.sweep"]
+    if part == 0:  # a shard without its manifest is left and stays; half a file is left and swept
+        points += ["level.store.commit", "level.local.write", "level.store.sweep"]
     for point in points:
         codes = job.run("ddp", 2, faults=faults(passed, point, victims, "kill-both"), steps=ENDLESS, **settings)
         assert -9 in codes, (point, codes, job.output())

@@ -101,10 +101,11 @@ def test_a_disk_that_is_away_for_long_costs_the_others_nothing_that_all_had(job,
     # Beyond the complete ones what was under way, and what a keeper whose trainers are dead stores without the others.
     assert len(disks.held(0)) <= KEEP_LAST + 1 + 2
     assert disks.complete() == had
-    assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=40)) == {0}, job.output()
-    assert job.resumed() == had[0]
+    for steps, resumed in ((40, had[0]), (41, 40)):
+        assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=steps)) == {0}, job.output()
+        assert job.resumed() == resumed
     disks.come_to_hold_the_same()
-    assert disks.complete()[0] == 40
+    assert disks.complete() == [41, 40]
 
 
 @pytest.mark.slow
@@ -143,8 +144,11 @@ def test_a_rank_that_dies_between_commit_and_telling_leaves_what_all_have(job, d
     assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=60, lag_s=0.05)) == {0}, job.output()
 
     assert job.resumed() == last[0]
-    disks.come_to_hold_the_same()
     assert disks.complete()[0] == 60
+    # What one of them alone has goes when two newer ones are complete: of a quick training perhaps the last one alone.
+    assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=61)) == {0}, job.output()
+    disks.come_to_hold_the_same()
+    assert disks.complete() == [61, 60]
 
 
 @pytest.mark.parametrize("point", ["keeper.persist.committed", "level.store.uncommitted"])

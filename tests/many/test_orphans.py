@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from support.programs import ENVIRONMENT, TWO_RANKS, output_of
 
@@ -45,12 +46,15 @@ def orphans_of(launcher):
     return sorted(workers)
 
 
-def test_a_start_beside_orphans_of_a_killed_launcher_names_them_and_each_rank_ends_with_a_short_message(tmp_path):
+def test_a_start_beside_orphans_of_a_killed_launcher_names_them_and_each_rank_ends_with_a_short_message(
+    forking_python, tmp_path
+):
     program = tmp_path / "train.py"
     program.write_text(PROGRAM)
-    arguments = [*TWO_RANKS, str(program), str(tmp_path / "run")]
+    arguments = [str(program), str(tmp_path / "run")]
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), *TWO_RANKS[2:], "--no-python"]
     launcher = subprocess.Popen(
-        [sys.executable, *arguments],
+        [forking_python, *torchrun, forking_python, *arguments],
         env={**os.environ, **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -58,7 +62,7 @@ def test_a_start_beside_orphans_of_a_killed_launcher_names_them_and_each_rank_en
     )
     workers = orphans_of(launcher)
     try:
-        text = output_of(*arguments, code=1)
+        text = output_of(*TWO_RANKS, *arguments, code=1)
     finally:
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):

@@ -5,27 +5,28 @@ import pytest
 import lazysnap
 
 STEP = 3
+MODEL = {"tied": True, "base": True}
 
 
 @pytest.mark.parametrize(
     ("taken", "world", "place", "others"),
     [
-        ("fsdp", 4, "memory", [("fsdp", 2), ("ddp", 2), ("plain", 1)]),
-        ("fsdp", 4, "storage", [("ddp", 2)]),
-        ("ddp", 2, "memory", [("ddp", 4), ("plain", 1)]),
-        ("ddp", 2, "storage", [("fsdp", 4)]),
-        ("tp", 4, "storage", [("fsdp", 2), ("hsdp", 4)]),
+        ("fsdp", 4, "memory", [("fsdp", 2), ("plain", 1)]),
+        ("ddp", 2, "memory", [("ddp", 4)]),
+        ("ddp", 2, "storage", [("fsdp", 4), ("fsdp", 1)]),
+        ("tp", 4, "storage", [("ddp", 2), ("hsdp", 4)]),
     ],
 )
 def test_a_snapshot_fits_any_other_world(job, end_keepers, taken, world, place, others):
-    job.run(taken, world, stop_at=STEP, wait_durable=place == "storage")
+    """With tied weights and a frozen base. A mesh of one rank is one of DTensors all the same."""
+    job.run(taken, world, **MODEL, stop_at=STEP, wait_durable=place == "storage")
     stopped, owned = job.stopped(), job.own("stopped")
     assert len(stopped) == 1, job.output()
     if place == "storage":
         end_keepers(job)
 
     for kind, ranks in others:
-        assert set(job.run(kind, ranks, look=True)) == {0}, job.output()
+        assert set(job.run(kind, ranks, **MODEL, look=True)) == {0}, job.output()
         assert {step for step, _, _ in job.origins()} == {str(STEP)}, job.output()
         assert [level == "memory" for _, level, _ in job.origins()] == [place == "memory"] * ranks
         assert {digest for *_, digest in job.origins()} == stopped, (kind, ranks)
@@ -41,7 +42,7 @@ def test_a_snapshot_fits_any_other_world(job, end_keepers, taken, world, place, 
         assert ("random numbers begin anew" in job.output()) == (ranks != world)
 
 
-@pytest.mark.parametrize(("taken", "kind", "ranks"), [("ddp", "fsdp", 3), ("fsdp", "plain", 1), ("fsdp", "ddp", 2)])
+@pytest.mark.parametrize(("taken", "kind", "ranks"), [("ddp", "fsdp", 3), ("fsdp", "plain", 1)])
 def test_stock_torch_loads_an_export_of_what_several_ranks_took(job, taken, kind, ranks):
     job.run(taken, 2, stop_at=STEP, wait_durable=True)
     stopped = job.stopped()

@@ -10,7 +10,6 @@ from shards import copies, of_scope, pieces_of
     ("kind", "place"),
     [
         pytest.param("ddp", "memory", marks=pytest.mark.quick),
-        ("ddp", "storage"),
         ("fsdp", "storage"),
     ],
 )
@@ -29,6 +28,10 @@ def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, pl
     assert broken.own("resumed") == owned
     assert len({tuple(mine) for mine in owned}) == 2
     assert broken.results() == whole.results()
+    for rank in ("0", "1"):
+        counts = [int(line[2]) for line in broken.events("collectives") if line[0] == rank]
+        assert len(counts) == 4
+        assert len(set(counts)) == 1, "behind the first boundary, which plans together, a snapshot needs no collective"
 
 
 def test_a_rank_that_waits_for_its_last_step_before_a_slower_one_captured_it_gets_it(job):
@@ -38,62 +41,11 @@ def test_a_rank_that_waits_for_its_last_step_before_a_slower_one_captured_it_get
     assert [line[2:] for line in job.events("durable")] == [["3", "True"]] * 2, job.output()
 
 
-@pytest.mark.parametrize("kind", ["hsdp", "tp"])
-def test_ranks_of_a_mesh_find_their_own_state_random_numbers_included(make_job, kind):
-    job = make_job(levels=[])
-    assert set(job.run(kind, 4, stop_at=4)) == {9}, job.output()
-    [stopped], owned = job.stopped(), job.own("stopped")
-
-    assert set(job.run(kind, 4, look=True)) == {0}, job.output()
-
-    assert job.origins() == [["4", "memory", stopped]] * 4
-    assert job.own("resumed") == owned
-    assert len({draws for *_, draws in owned}) == 4
-    assert "not continued" not in job.output()
-
-
-def test_snapshots_need_no_collective(job):
-    """None on the group of this package, and none of its own on that of the training: it does not know that one."""
-    assert set(job.run("ddp", 2)) == {0}, job.output()
-
-    for rank in ("0", "1"):
-        counts = [int(line[2]) for line in job.events("collectives") if line[0] == rank]
-        assert len(counts) == 8
-        # The first boundary plans together; from then on nothing is exchanged.
-        assert len(set(counts)) == 1, counts
-
-
-PARAMETERS = 37 * 24 + 2 * 24 + (24 + 1) * 96 + (96 + 1) * 24 + 24 * 37 + 3
-
-
-@pytest.mark.parametrize("on", ["aa", "aaaa"])
-def test_each_rank_captures_its_share(make_job, on):
-    """Replicated state stands once in the shards of a node, whatever the number of its ranks, in equal shares.
-
-    Of several nodes: ``test_shared_levels.py``.
+def check_shards_are_stored_once(url, twice):
+    """Along replicated dimensions, too. ``twice``: what TP leaves alone is on two meshes that know nothing of each
+    other.
     """
-    job = make_job(nodes=("node-a", "node-b"))
-    by_rank = {str(rank): {"node": f"node-{node}"} for rank, node in enumerate(on)}
-    assert set(job.run("ddp", len(on), stop_at=1, wait_durable=True, by_rank=by_rank)) == {9}, job.output()
-
-    found = {rank: of_scope("full", pieces) for rank, pieces in pieces_of(job.levels[0]["url"]).items()}
-    assert len(found) == len(on)
-    for node in set(on):
-        mine = [found[rank] for rank, name in enumerate(on) if name == node]
-        pieces = [piece for share in mine for piece in share]
-        assert len({(piece.name, piece.at) for piece in pieces}) == len(pieces)
-        assert set(copies(pieces).values()) == {1.0}
-        sizes = [sum(piece.size for piece in share) for share in mine]
-        assert sum(sizes) == 3 * PARAMETERS  # and two moments of each
-        assert max(sizes) < 1.05 * min(sizes)
-
-
-@pytest.mark.parametrize(("kind", "twice"), [("fsdp", ()), ("hsdp", ()), ("tp", ("embed", "norm", "head", "scale"))])
-def test_shards_of_a_mesh_are_stored_once(job, kind, twice):
-    """Along replicated dimensions, too. What TP leaves alone lies on two meshes that know nothing of each other."""
-    assert set(job.run(kind, 4, stop_at=1, wait_durable=True)) == {9}, job.output()
-
-    pieces = [piece for share in pieces_of(job.levels[0]["url"]).values() for piece in of_scope("shard", share)]
+    pieces = [piece for share in pieces_of(url).values() for piece in of_scope("shard", share)]
     parameters = [piece for piece in pieces if piece.name.startswith("model.")]
     expected = {piece.name: 2.0 if piece.name.split(".")[1] in twice else 1.0 for piece in parameters}
     assert copies(parameters) == expected
@@ -105,9 +57,41 @@ def test_shards_of_a_mesh_are_stored_once(job, kind, twice):
     assert Counter(moments.values()) == Counter(2 * list(expected.values()))
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout", "place"), [("fsdp", "aabb", "storage"), ("hsdp", "aabb", "memory"), ("hsdp", "aaab", "memory")]
-)
+@pytest.mark.parametrize(("kind", "twice"), [("hsdp", ()), ("tp", ("embed", "norm", "head", "scale"))])
+def test_ranks_of_a_mesh_store_shards_once_and_find_their_own_state_random_numbers_included(job, kind, twice):
+    assert set(job.run(kind, 4, stop_at=4, wait_durable=True)) == {9}, job.output()
+    [stopped], owned = job.stopped(), job.own("stopped")
+    check_shards_are_stored_once(job.levels[0]["url"], twice)
+
+    assert set(job.run(kind, 4, look=True)) == {0}, job.output()
+
+    assert job.origins() == [["4", "memory", stopped]] * 4
+    assert job.own("resumed") == owned
+    assert len({draws for *_, draws in owned}) == 4
+    assert "not continued" not in job.output()
+
+
+PARAMETERS = 37 * 24 + 2 * 24 + (24 + 1) * 96 + (96 + 1) * 24 + 24 * 37 + 3
+
+
+def test_each_rank_captures_its_share(job):
+    """Replicated state is once in the shards of a node, in equal shares.
+
+    Of several nodes: ``test_shared_levels.py``.
+    """
+    assert set(job.run("ddp", 4, stop_at=1, wait_durable=True)) == {9}, job.output()
+
+    found = {rank: of_scope("full", pieces) for rank, pieces in pieces_of(job.levels[0]["url"]).items()}
+    assert len(found) == 4
+    pieces = [piece for share in found.values() for piece in share]
+    assert len({(piece.name, piece.at) for piece in pieces}) == len(pieces)
+    assert set(copies(pieces).values()) == {1.0}
+    sizes = [sum(piece.size for piece in share) for share in found.values()]
+    assert sum(sizes) == 3 * PARAMETERS  # and two moments of each
+    assert max(sizes) < 1.05 * min(sizes)
+
+
+@pytest.mark.parametrize(("kind", "layout", "place"), [("fsdp", "aabb", "storage"), ("hsdp", "aaab", "memory")])
 def test_sharded_ranks_of_two_nodes_resume_without_each_others_keepers(make_job, end_keepers, kind, layout, place):
     """With HSDP each node has a copy of its own."""
     by_rank = {str(rank): {"node": f"node-{letter}"} for rank, letter in enumerate(layout)}

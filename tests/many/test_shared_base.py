@@ -1,4 +1,4 @@
-"""Tensors that are not trained, with several ranks."""
+"""Tensors that are not trained, with several ranks. In another world: ``test_other_world.py``."""
 
 import pathlib
 
@@ -31,15 +31,3 @@ def test_weights_of_a_sharded_base_are_read_whole(job):
 
     assert found["base.weight"].equal(wanted.weight)
     assert found["base.bias"].equal(wanted.bias)
-
-
-@pytest.mark.parametrize(
-    ("first", "others"), [(("ddp", 2), [("fsdp", 2), ("ddp", 4)]), (("fsdp", 4), [("plain", 1), ("hsdp", 4)])]
-)
-def test_a_base_goes_with_the_world_that_changes(job, first, others):
-    assert set(job.run(*first, base=True, stop_at=4)) == {9}, job.output()
-    stopped = job.stopped()
-
-    for kind, world in others:
-        assert set(job.run(kind, world, base=True, look=True)) == {0}, job.output()
-        assert set(map(tuple, job.origins())) == {("4", "memory", *stopped)}

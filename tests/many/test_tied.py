@@ -27,31 +27,17 @@ def stored(job):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_tied_weights_are_stored_once_and_come_back_tied(make_job, end_keepers, kind):
-    whole, broken = make_job("whole", levels=[]), make_job("broken")
-    assert set(whole.run(kind, 2, tied=True)) == {0}, whole.output()
-
-    assert set(broken.run(kind, 2, tied=True, stop_at=4, wait_durable=True)) == {9}, broken.output()
-    for names, others in stored(broken).values():
+def test_tied_weights_are_stored_once_and_come_back_tied(job, end_keepers, kind):
+    """In another world: ``test_other_world.py``."""
+    assert set(job.run(kind, 2, tied=True, stop_at=4, wait_durable=True)) == {9}, job.output()
+    [before] = job.stopped()
+    for names, others in stored(job).values():
         assert names <= {"model.embed.weight"}
         if names:
             assert others == {"model.head.weight": "model.embed.weight"}
-    assert any(names for names, _ in stored(broken).values())
-    end_keepers(broken)
-    assert set(broken.run(kind, 2, tied=True)) == {0}, broken.output()
-
-    assert broken.resumed() == 4
-    assert broken.results() == whole.results()
-
-
-@pytest.mark.parametrize(("kind", "world", "other", "ranks"), [("hsdp", 4, "fsdp", 1), ("fsdp", 1, "ddp", 2)])
-def test_tied_weights_come_back_in_another_world(make_job, end_keepers, kind, world, other, ranks):
-    """A mesh of one rank is one of DTensors all the same."""
-    job = make_job()
-    assert set(job.run(kind, world, tied=True, stop_at=4, wait_durable=True)) == {9}, job.output()
-    [before] = job.stopped()
+    assert any(names for names, _ in stored(job).values())
     end_keepers(job)
 
-    assert set(job.run(other, ranks, tied=True, look=True)) == {0}, job.output()
+    assert set(job.run(kind, 2, tied=True, look=True)) == {0}, job.output()
 
-    assert job.origins() == [["4", job.levels[0]["url"], before]] * ranks
+    assert job.origins() == [["4", job.levels[0]["url"], before]] * 2

@@ -74,7 +74,7 @@ def test_while_the_first_level_works_no_faster_one_counts_instead(trainings, tmp
     """Each node stores its own copy at the second level. It does not copy from the first, which takes seconds."""
     slow, quick = tmp_path / "slow", tmp_path / "quick-{rank}"
     levels = with_levels(
-        {"url": str(slow), "max_bytes_per_s": 3000, "every_n_steps": 1},
+        {"url": str(slow), "max_bytes_per_s": 8000, "every_n_steps": 1},
         {"url": str(quick), **RARELY},
     )
     run = trainings.start_ranks("collective", "6", LAZYSNAP_TEST_NODES="1", **levels, **AMPLE)
