@@ -43,7 +43,7 @@ class PrintLoss(TrainerCallback):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-steps", type=int, default=400)
-    parser.add_argument("--output-dir", default="runs/hf_trainer", help="snapshots on storage lie in lazysnap/ there")
+    parser.add_argument("--output-dir", default="runs/hf_trainer", help="snapshots on storage lie in _lazysnap/ there")
     parser.add_argument("--batch-size", type=int, default=16)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")

@@ -33,7 +33,7 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--max-steps", type=int, default=100)
-    parser.add_argument("--output-dir", default="runs/trl_sft", help="snapshots on storage lie in lazysnap/ there")
+    parser.add_argument("--output-dir", default="runs/trl_sft", help="snapshots on storage lie in _lazysnap/ there")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
 

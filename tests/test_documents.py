@@ -161,7 +161,7 @@ def trained(zygote, tmp_path_factory):
 @pytest.mark.parametrize("line", [line for line in sorted({*CALLS, *CONCRETE}) if not line.startswith(tuple(NOT_RUN))])
 def test_a_command_line_does_what_the_page_says_beside_a_small_run(line, zygote, start, trained, tmp_path, request):
     there = tmp_path / "there"
-    for name in ("runs/gpt", "runs/a", "runs/a/lazysnap", "runs/lazysnap", "mnt/node0/run", "mnt/node1/run"):
+    for name in ("runs/gpt", "runs/a", "runs/a/_lazysnap", "runs/lazysnap", "mnt/node0/run", "mnt/node1/run"):
         shutil.copytree(trained / "runs" / "lazysnap", there / name)
     shutil.copytree(trained / "model", there / "base-model")
     environment = {"COLUMNS": "150"}

@@ -25,8 +25,9 @@ from lazysnap.data.workers import SendStates, WorkerBatch
 def follow(plan: IterationPlan) -> bool:
     """Let the next iterator of the plan's loader follow the plan. False if that iterator is of an unknown kind."""
     base = plan.base
+    was_early = False
     if is_torchdata_in_process(base):
-        drop_early_iterator(base)
+        was_early = drop_early_iterator(base)
     else:
         is_plain = isinstance(base, DataLoader) and type(base)._get_iterator is DataLoader._get_iterator
         if not is_plain or is_stateful(base):
@@ -35,16 +36,16 @@ def follow(plan: IterationPlan) -> bool:
             base._iterator.plan = plan  # workers that stay: the next epoch
             return True
         base._iterator = None
-    base._get_iterator = functools.partial(_make_iterator, plan)
+    base._get_iterator = functools.partial(_make_iterator, plan, was_early=was_early)
     return True
 
 
-def _make_iterator(plan: IterationPlan) -> Any:
-    """Make the iterator of the loader's next iteration."""
+def _make_iterator(plan: IterationPlan, *, was_early: bool) -> Any:
+    """Make the iterator of the loader's next iteration. ``was_early``: the program has drawn its seed before."""
     base = plan.base
     del base._get_iterator
     streams_here = None
-    if plan.origin is not None and not plan.rereads:
+    if (plan.origin is not None or was_early) and not plan.rereads:
         streams_here = plan.streams.collect()
     plan.begin()
     if plan.workers:

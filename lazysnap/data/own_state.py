@@ -77,14 +77,19 @@ def rest_of(loader: Any, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         loader.restart_on_stop_iteration = restarts
 
 
-def drop_early_iterator(loader: Any) -> None:
+def drop_early_iterator(loader: Any) -> bool:
     """Let a ``StatefulDataLoader`` make its iterator in each epoch, and draw its seed then.
 
     Accelerate asks it for its state when it is prepared, and so the first epoch alone would draw nothing.
+
+    Returns: true if there was an iterator for this epoch, which drew its seed when it was made.
     """
-    if "_initial_iter_for_state_dict" in attributes_of(loader):
-        loader._iterator = None
-        loader._initial_iter_for_state_dict = False
+    if "_initial_iter_for_state_dict" not in attributes_of(loader):
+        return False
+    was_early = bool(loader._initial_iter_for_state_dict)
+    loader._iterator = None
+    loader._initial_iter_for_state_dict = False
+    return was_early
 
 
 def warn_of_generators(loader: Any) -> None:

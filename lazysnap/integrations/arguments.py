@@ -9,9 +9,9 @@ from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName
 
 
-def place_beside(directory: object) -> str:
+def place_beside(directory: object, name: str = "lazysnap") -> str:
     """Return the default place for snapshots of a training that writes to ``directory``. It also names the job."""
-    return resolve_url(os.path.join(str(directory), "lazysnap"))
+    return resolve_url(os.path.join(str(directory), name))
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def attach(
         target: an ``accelerate.Accelerator``, which gets the methods of a ``LazyAccelerator``; or a
             ``transformers.Trainer`` (also of TRL), which gets a ``LazyTrainerCallback``.
         snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap`` (without one
-            ``./lazysnap``) or ``<output_dir>/lazysnap``.
+            ``./lazysnap``) or ``<output_dir>/_lazysnap``.
         keep_best: keeps the best snapshots by a metric of a Trainer's evaluations. With an Accelerator, call
             ``accelerator.engine.keep_best``.
 

@@ -12,7 +12,7 @@ from lazysnap.config import KeepBest, PersistentLevel
 from lazysnap.engine import SnapshotEngine, report
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.arguments import Arguments, place_beside
+from lazysnap.integrations.arguments import Arguments
 from lazysnap.restore.known_run import newest_run
 from lazysnap.runs import means_snapshot
 from lazysnap.shard.names import new_id
@@ -266,14 +266,16 @@ class WithEngine:
             self._statistics = self._session.engine.statistics()
             self._session = None
 
-    def _begin(self, state: StateSource, directory: object, *, only_reads: bool = False) -> Session:
-        """Begin a training that has this ``state`` and writes to ``directory``. Collective.
+    def _begin(self, state: StateSource, default_url: str, *, only_reads: bool = False) -> Session:
+        """Begin a training that has this ``state``. Collective.
 
-        ``only_reads``: true for an evaluation, which may take place within a training of the same directory.
+        Args:
+            state: the state of the training.
+            default_url: the place of snapshots where the arguments name none.
+            only_reads: true for an evaluation, which may take place within a training of the same directory.
         """
-        url = place_beside(directory)
-        config = self._arguments.config_for(url)
-        engine = SnapshotEngine._of_integration(config, state, default_url=url, takes_over=not only_reads)
+        config = self._arguments.config_for(default_url)
+        engine = SnapshotEngine._of_integration(config, state, default_url=default_url, takes_over=not only_reads)
         if not only_reads:
             engine._run.rename(self._new_run_id)
             self._new_run_id = ""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils import ProjectConfiguration
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from support.keepers import stopped
 
 from lazysnap import LazyAccelerator
@@ -61,6 +62,20 @@ class Script:
 def in_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.mark.parametrize("is_stateful", [False, True], ids=["loader", "stateful loader"])
+def test_the_random_numbers_of_a_training_are_those_of_a_stock_accelerator(is_stateful, tmp_path):
+    """Asked for its state when it is prepared, a stateful loader draws the seed of its first epoch then."""
+
+    def numbers(kind):
+        torch.manual_seed(1)
+        loading = DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+        accelerator = kind(cpu=True, project_dir=tmp_path, dataloader_config=loading)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(range(6), 2, shuffle=True))
+        return [(batch.tolist(), torch.rand(1).item()) for _ in range(2) for batch in loader]
+
+    assert numbers(LazyAccelerator) == numbers(Accelerator)
 
 
 def test_without_a_place_snapshots_go_below_the_working_directory_and_a_line_says_so(in_empty_directory, caplog):

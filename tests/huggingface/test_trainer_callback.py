@@ -3,10 +3,12 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hf_training import BATCH_SIZE, SAMPLES, Recorded, Recorder, Texts, collate, digest, gpt2, make_trainer
+from huggingface_hub.utils import filter_repo_objects
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -107,7 +109,7 @@ def test_trials_of_a_search_for_hyperparameters_run_without_snapshots_and_say_so
     trainer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=3)
     trainer.train(trial={"learning_rate": 1e-3})
     assert trainer.state.global_step == 3
-    assert not list(tmp_path.rglob("lazysnap"))
+    assert not list(tmp_path.rglob("*lazysnap"))
     said = [record for record in caplog.records if "no snapshots are taken of its trials" in record.getMessage()]
     assert [record.levelname for record in said] == ["WARNING"]
 
@@ -137,7 +139,7 @@ def test_the_best_snapshots_by_a_metric_of_the_evaluations_are_kept(new_trainer,
 
     losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     best = min(losses, key=losses.get)
-    place = tmp_path / "out" / "lazysnap"
+    place = tmp_path / "out" / "_lazysnap"
     assert lazysnap.export(place, tmp_path / "best.safetensors", which="best").step == best
 
 
@@ -180,9 +182,35 @@ def test_completions_that_several_steps_train_are_resumed(new_trainer):
     assert digest([again._buffered_inputs]) == digest([generated])
 
 
+class Hub:
+    """In place of the Hub: records the files that it would get."""
+
+    def __init__(self):
+        self.uploaded = []
+
+    def upload_folder(self, *, folder_path, ignore_patterns, **_):
+        root = Path(folder_path)
+        names = [str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()]
+        self.uploaded += filter_repo_objects(names, ignore_patterns=ignore_patterns)
+
+
+def test_no_snapshot_is_uploaded_to_the_hub(new_trainer, monkeypatch):
+    hub = Hub()
+    monkeypatch.setattr("transformers.trainer.hf_api", lambda: hub)
+    trainer = new_trainer(max_steps=2)
+    lazysnap.attach(trainer)
+    trainer.train()
+    trainer.hub_model_id = "someone/model"
+
+    trainer.push_to_hub()
+
+    assert "model.safetensors" in hub.uploaded
+    assert not [name for name in hub.uploaded if "lazysnap" in name]
+
+
 def test_the_directory_of_a_snapshot_is_refused_with_what_resumes_it(new_trainer, tmp_path):
     new_trainer(lazysnap.LazyTrainerCallback(), max_steps=2).train()
-    directory = next((tmp_path / "out" / "lazysnap").glob("step-*[!n]"))
+    directory = next((tmp_path / "out" / "_lazysnap").glob("step-*[!n]"))
     if directory.is_file():
         directory = directory.with_suffix("")
     trainer = new_trainer(lazysnap.LazyTrainerCallback(), max_steps=2)

@@ -14,7 +14,7 @@ from rich.progress import Progress
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import ConfigError
-from lazysnap.integrations.arguments import Arguments
+from lazysnap.integrations.arguments import Arguments, place_beside
 from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.lightning.boundaries import FitBoundaries
 from lazysnap.integrations.lightning.framework import callback_bases, class_of_program, extended, new_of_class
@@ -220,7 +220,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         if self._session is not None:
             return self._session
         assert self._state is not None
-        return self._begin(self._state, trainer.default_root_dir, only_reads=not self._is_fit)
+        return self._begin(self._state, place_beside(trainer.default_root_dir), only_reads=not self._is_fit)
 
     def _opened_engine(self, trainer: Any) -> SnapshotEngine:
         return self._opened(trainer).engine

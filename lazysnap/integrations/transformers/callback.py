@@ -28,6 +28,8 @@ from lazysnap.runs import means_snapshot
 logger = logging.getLogger(__name__)
 
 HOW = 'trainer.train(resume_from_checkpoint="latest")'
+_DIRECTORY = "_lazysnap"
+"""The directory of snapshots in ``output_dir``. ``push_to_hub`` uploads no names that begin with an underscore."""
 _HOOKS = (
     "get_train_dataloader",
     "_init_training_state",
@@ -54,7 +56,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         trainer.train(resume_from_checkpoint="latest")
 
     Args:
-        dirpath: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
+        dirpath: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/_lazysnap``.
         every_n_steps: optimizer steps from one capture into memory to the next; default 1.
         persist_every_n_steps: optimizer steps from one snapshot on storage to the next, in place of a time.
         config: all other settings, in place of the three above.
@@ -115,7 +117,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _default_place(self) -> str | None:
         if self._trainer is None:
             return None
-        return place_beside(self._trainer.args.output_dir)
+        return place_beside(self._trainer.args.output_dir, _DIRECTORY)
 
     def _reset(self) -> None:
         self._is_running = False
@@ -208,7 +210,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         """Blocks: reads one snapshot. Raises: as ``SnapshotEngine._fetch``; StateError."""
         position = original(max_steps, steps_in_epoch, num_epochs, *rest)
         self._state.begin()
-        engine = self._begin(self._state, self._trainer.args.output_dir).engine
+        engine = self._begin(self._state, place_beside(self._trainer.args.output_dir, _DIRECTORY)).engine
         self._snapshot = None
         if means_snapshot(self._checkpoint):
             self._snapshot = engine._fetch(self._checkpoint)
@@ -329,7 +331,7 @@ def attach_trainer(
 
     Args:
         trainer: the trainer.
-        snapshots: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/lazysnap``.
+        snapshots: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/_lazysnap``.
         keep_best: keeps the best snapshots by a metric of the evaluations.
 
     Raises: ConfigError, for settings that cannot work, or if the trainer has such a callback with other settings.
