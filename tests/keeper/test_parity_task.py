@@ -278,7 +278,7 @@ def test_a_job_that_is_cancelled_is_missed_and_holds_nothing(group):
 
     control = Control(cancel)
     ended = group.nodes[0].run(group.nodes[0].write(STEP), control)
-    assert ended == Missed(1, "the job was cancelled")
+    assert ended == Missed(1, "the task was cancelled")
     assert group.nodes[0].store.keys() == ()
 
 
