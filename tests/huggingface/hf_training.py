@@ -170,6 +170,10 @@ class Killed(TrainerCallback):
             assert not captured or self.lazy.engine.wait(captured, until="captured", timeout_s=60)
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # The steps are over before there is memory to capture into.
+        assert self.lazy.engine is None or self.lazy.engine._wait_ready(60)
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._meet("step", state.global_step)
 

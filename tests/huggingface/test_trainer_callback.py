@@ -46,6 +46,9 @@ class Fail(TrainerCallback):
     def __init__(self, lazy, step):
         self.lazy, self.step = lazy, step
 
+    def on_step_begin(self, args, state, control, **_):
+        assert self.lazy.engine._wait_ready(60)  # the steps are over before there is memory to capture into
+
     def on_pre_optimizer_step(self, args, state, control, **_):
         if state.global_step == self.step:
             assert self.lazy.engine.wait(self.step, until="captured", timeout_s=60)

@@ -100,8 +100,7 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(
     mount(small, "256k")
     try:
         local = LocalStorage(str(small / "run"))
-        store = local
-        Snapshot(1).write(store)
+        Snapshot(1).write(local)
         dry = FaultPlan()
         Snapshot(2).write(FaultyStorage(local, dry))
 
@@ -117,12 +116,12 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(
 
             # Also while it is still full what was there can be read.
             assert everything(local) == before
-            assert look(store).steps() == [1, 2]
-            assert look(store).problems == ()
+            assert look(local).steps() == [1, 2]
+            assert look(local).problems == ()
             os.unlink(small / "filler")
 
-        Snapshot(100).write(store)
-        assert look(store).steps() == [1, 2, 100]
+        Snapshot(100).write(local)
+        assert look(local).steps() == [1, 2, 100]
         assert len(everything(local)) == 6
     finally:
         subprocess.run(["umount", small], check=True)
@@ -130,8 +129,7 @@ def test_a_disk_that_fills_up_at_any_operation_of_a_write_leaves_what_was_there(
 
 @pytest.mark.parametrize("operation", ["publish", "put"])
 def test_an_answer_that_is_lost_costs_that_snapshot_only(local, operation, a_day_later):
-    store = local
-    Snapshot(1).write(store)
+    Snapshot(1).write(local)
     faulty = FaultyStorage(local, FaultPlan(Fail(1, operation=operation, after=True)))
     try:
         Snapshot(2).write(faulty)
@@ -139,7 +137,7 @@ def test_an_answer_that_is_lost_costs_that_snapshot_only(local, operation, a_day
     except LazySnapError:
         expected = [1]
 
-    assert look(store).steps() == expected
-    assert look(store).problems == ()
-    sweep(store)
+    assert look(local).steps() == expected
+    assert look(local).problems == ()
+    sweep(local)
     assert len(everything(local)) == 2 * len(expected)
