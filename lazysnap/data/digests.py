@@ -13,16 +13,19 @@ _MOST_SUBSETS = 8
 
 
 def digest_of(value: Any) -> int:
-    """Return a digest of a batch, or of indices. Tensors on a device count by shape and dtype alone."""
+    """Return a digest of a batch, or of indices.
+
+    Tensors on a device, and of special kinds (sparse, quantized), count by shape and dtype alone.
+    """
     digest = xxhash.xxh3_64()
     _add(digest, value)
     return digest.intdigest() >> 1  # fits a signed integer of 64 bits
 
 
 def _add(digest: Any, value: Any) -> None:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_nested:  # a nested tensor may have no shape
         digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        if value.device.type == "cpu" and value.layout is torch.strided and value.numel():
+        if _is_readable(value):
             digest.update(bytes_of(value, _MOST_BYTES))
     elif isinstance(value, Mapping):
         for name, item in value.items():
@@ -40,9 +43,18 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(type(value).__qualname__.encode())
 
 
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """True if ``bytes_of`` can read the values of a tensor."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return False
+    # Other classes have operations of their own, and maybe no memory (DTensor, MaskedTensor).
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
 def bytes_of(tensor: torch.Tensor, most_bytes: int | None = None) -> bytes:
     """Return a copy of the bytes of a tensor on the CPU, at most the first ``most_bytes``. It needs no NumPy."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)[:most_bytes]
+    values = tensor.detach().resolve_conj().resolve_neg()
+    flat = values.contiguous().reshape(-1).view(torch.uint8)[:most_bytes]
     data = bytearray(len(flat))
     if data:
         torch.frombuffer(data, dtype=torch.uint8).copy_(flat)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 from loader_run import Run, check_cuts
+from torch.masked import masked_tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
 
 from lazysnap import ResumableLoader, SnapshotEngine, StateError
@@ -153,6 +154,34 @@ def test_batches_are_compared_without_numpy(monkeypatch):
     assert digest_of(whole[::2]) == digest_of(whole[::2].clone())
     assert digest_of(whole[::2]) != digest_of(whole[:3])
     assert digest_of(torch.empty(0)) != digest_of(torch.empty(0, 1))
+
+
+def complex_batch():
+    return torch.complex(torch.arange(3.0), torch.ones(3)).conj()
+
+
+def masked_batch():
+    return masked_tensor(torch.arange(3.0), torch.tensor([True, False, True]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of (MaskedTensors|nested tensors) is in prototype:UserWarning")
+@pytest.mark.parametrize(
+    "make_batch",
+    [
+        complex_batch,
+        masked_batch,
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+        lambda: torch.eye(3).to_sparse(),
+    ],
+)
+def test_batches_of_any_kind_of_tensor_have_a_digest(make_batch):
+    """It is computed inside the loop over a loader: an error would end the training."""
+    assert digest_of([make_batch()]) == digest_of([make_batch()])
+
+
+def test_the_digest_of_a_conjugate_view_is_that_of_its_values():
+    assert digest_of(complex_batch()) == digest_of(complex_batch().resolve_conj())
 
 
 class OnDisk(Mapping):
