@@ -64,6 +64,7 @@ def in_empty_directory(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")  # of torchdata
 @pytest.mark.parametrize("is_stateful", [False, True], ids=["loader", "stateful loader"])
 def test_the_random_numbers_of_a_training_are_those_of_a_stock_accelerator(is_stateful, tmp_path):
     """Asked for its state when it is prepared, a stateful loader draws the seed of its first epoch then."""
