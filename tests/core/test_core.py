@@ -418,7 +418,7 @@ class TestTheEnd:
 
         assert not driver.core.job.node.order.lost
 
-    def test_a_step_that_a_faster_level_may_have_is_not_given_up_before_that_one_is_listed(self):
+    def test_a_step_that_a_faster_level_may_have_is_not_given_up_before_it_is_listed(self):
         slow = LevelSettings("slow", every_n_steps=100)
         driver = Driver()
         sealed = structs.replace(STATE, job=JobSettings("run", (LEVEL, slow)), required=(4,), is_sealed=True)
