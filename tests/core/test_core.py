@@ -418,6 +418,17 @@ class TestTheEnd:
 
         assert not driver.core.job.node.order.lost
 
+    def test_a_step_that_a_faster_level_may_have_is_not_given_up_before_it_is_listed(self):
+        slow = LevelSettings("slow", every_n_steps=100)
+        driver = Driver()
+        sealed = structs.replace(STATE, job=JobSettings("run", (LEVEL, slow)), required=(4,), is_sealed=True)
+        _, second = of_kind(driver.report(sealed), ListLevel)
+        driver.see((slot(0, 7), empty(1), empty(2)))
+
+        done = driver.step(Listed(second.number, ()))
+
+        assert driver.sent(done).levels[1].given_up == ()
+
     def test_a_required_step_that_only_a_faster_level_has_is_copied_before_the_end(self):
         slow = LevelSettings("slow", every_n_steps=100)
         state = structs.replace(STATE, job=JobSettings("run", (LEVEL, slow)), required=(4,))

@@ -117,7 +117,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._grant_what_is_left", "not self._may_read_slots(key)"),
         ("core/coordinator.py", "Coordinator._keys_to_drain", "self._source_of(key, index) is not None"),
     ],
-    "core/test_core.py::TestTheEnd::test_a_step_that_memory_lacks_is_not_lost_before_all_levels_are_listed": [
+    "core/test_core.py::TestTheEnd::test_a_step_that_a_faster_level_may_have_is_not_given_up_before_it_is_listed": [
         ("core/coordinator.py", "Coordinator._give_up_what_nobody_has", "not self._is_storage_open()"),
     ],
     "core/test_core.py::TestRequiredSteps::test_one_that_a_level_may_have_is_not_lost_before_that_one_is_listed": [
