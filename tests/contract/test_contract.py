@@ -115,8 +115,8 @@ class TestMemory(Memory, StorageContract, StoreContract):
 
 
 @pytest.mark.slow
-class TestS3(S3, StorageContract, StoreContract):
-    pass
+class TestS3(S3, StorageContract):
+    """Snapshots at S3 are in tests/levels and tests/cli."""
 
 
 @pytest.mark.slow
