@@ -1,1 +1,1 @@
-"""What does a keeper decide? Pure: events and the time in, actions out. ``core.Core`` is the way in."""
+"""The decisions of a keeper. Pure: events and the time in, actions out. ``core.Core`` is the way in."""

@@ -1,4 +1,4 @@
-"""What goes into the core, and what comes out? Events and actions, as values.
+"""Events, which go into the core, and actions, which come out. Both are values.
 
 The loop turns what happens into events, and carries actions out. A simulation does the same without any process.
 A *connection* is a number that the loop gives. A *task* of a level is slow work on its thread, one at a time: ``Task``.
@@ -53,7 +53,7 @@ class SlotsSeen:
     """The words of all slots of the node, read just now."""
 
     slots: dict[int, tuple[SlotView, ...]]
-    """By rank."""
+    """The slots by rank."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class StepStored(TaskEnded):
     """The step was written, committed and read back."""
 
     written_bytes: int = 0
-    """Without those of a base that was there already; 0 for a file that was committed already."""
+    """Bytes of the file, without a base that was there already; 0 for a file that was committed already."""
     seconds: float = 0.0
     """Seconds until it was committed."""
     checksum_s: float = 0.0

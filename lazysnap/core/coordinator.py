@@ -1,4 +1,4 @@
-"""Which step do all nodes store, and which snapshots are complete? Pure.
+"""The coordinator: it chooses the step that all nodes store, and counts which snapshots are complete. Pure.
 
 The coordinator is part of the keeper of node 0. It grants a level one step at a time. Each node stores that step and
 reports it; when all nodes have, the snapshot is complete::
@@ -37,8 +37,8 @@ class Coordinator:
     """
 
     number: int
-    """Random for the first one of a keeper, then one more each time. It tells this coordinator from those before it,
-    which nodes may still answer.
+    """Random for the first one of a keeper, then one more each time. It distinguishes this coordinator from earlier
+    ones, which nodes may still answer.
     """
     job: int
     """``JobCore.digest``: the settings that all nodes have."""

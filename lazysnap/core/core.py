@@ -1,4 +1,4 @@
-"""What does a keeper do next? Pure: an event and the time in, actions out; no clock, socket, thread or file.
+"""The next actions of a keeper. Pure: an event and the time in, actions out; no clock, socket, thread or file.
 
 ::
 
@@ -55,7 +55,7 @@ class Core:
         self.now = now
         self.ranks = Ranks()
         self.job: JobCore | None = None
-        """What is stored; None until a trainer began a start."""
+        """The training that is stored; None until a trainer began a start."""
         self.lifecycle = Lifecycle(now)
         self.job_start = 0
         """The newest start of which a trainer came."""

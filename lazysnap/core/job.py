@@ -1,4 +1,4 @@
-"""What does a keeper store, and when? Pure: the levels, grants and redundancy of one training.
+"""The storing of one training: its levels, grants and redundancy. Pure.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What does the coordinator know of one level, or of redundancy? Pure."""
+"""The knowledge of the coordinator about one level, or about redundancy. Pure."""
 
 import math
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from lazysnap.core.messages import (
 
 MAX_MARGIN_STEPS = 64
 MAX_REMEMBERED = 256
-"""At least so many complete snapshots are remembered per level. Nodes judge older ones by their age alone."""
+"""Number of complete snapshots that are remembered per level, at least. Nodes judge older ones by their age alone."""
 
 
 @dataclass

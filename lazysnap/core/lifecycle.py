@@ -1,4 +1,4 @@
-"""How long does a keeper live? Pure.
+"""The life of a keeper, and its end. Pure.
 
 ::
 

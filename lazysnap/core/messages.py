@@ -1,4 +1,4 @@
-"""What do trainers and keepers tell each other? Four messages; each is the whole state of its sender.
+"""Messages of trainers and keepers: four, and each is the whole state of its sender.
 
 ::
 
@@ -98,7 +98,7 @@ class RedundancySettings(Struct, frozen=True):
 
 
 class JobSettings(Struct, frozen=True):
-    """What all ranks of a node agree on for one start, and for the ones before it that had the same settings."""
+    """Settings that all ranks of a node agree on, for one start and for earlier ones that had the same."""
 
     run: str
     """Id of the run: 16 hexadecimal digits."""
@@ -121,7 +121,7 @@ class JobSettings(Struct, frozen=True):
 
 
 class PeerAddress(Struct, frozen=True, array_like=True):
-    """Where the keeper of a node serves the others."""
+    """Address at which the keeper of a node serves the others."""
 
     host: str
     port: int
@@ -129,7 +129,7 @@ class PeerAddress(Struct, frozen=True, array_like=True):
 
 
 class PeerSettings(Struct, frozen=True):
-    """How the keepers of one start reach each other."""
+    """Settings by which the keepers of one start reach each other."""
 
     job: str
     node: int
@@ -137,7 +137,7 @@ class PeerSettings(Struct, frozen=True):
     secret: str
     """See ``peers.secret``. It is drawn anew for each start."""
     addresses: tuple[PeerAddress, ...]
-    """By node."""
+    """One address for each node."""
 
 
 class MemoryWish(Struct, frozen=True):
@@ -155,11 +155,11 @@ class MemoryWish(Struct, frozen=True):
 
 
 class Farewell(enum.Enum):
-    """How a training parts from its keeper."""
+    """Ways in which a training parts from its keeper."""
 
     NONE = ""
     LEFT = "left"
-    """As if it died: memory waits for a restart."""
+    """Treated as if it died: memory waits for a restart."""
     OVER = "over"
     """The training is over: what is in memory is stored, then it goes."""
 
@@ -178,7 +178,7 @@ class TrainerState(Struct, frozen=True, tag="trainer"):
     source: str = ""
     """The place from which that step was restored; for the events of the run alone."""
     peers: PeerSettings | None = None
-    """With several nodes."""
+    """None where the job has one node."""
     linger_s: float = 1800.0
     """Seconds for which memory waits for a restart after the last trainer of the node died."""
     memory: MemoryWish | None = None
@@ -205,7 +205,7 @@ class TrainerState(Struct, frozen=True, tag="trainer"):
 
 
 class LevelState(Struct, frozen=True):
-    """What a trainer must know of one level."""
+    """State of one level for trainers."""
 
     complete: tuple[StepKey, ...] = ()
     """The newest snapshots that all nodes stored, and those that somebody requires."""

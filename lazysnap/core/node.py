@@ -1,4 +1,4 @@
-"""What does one node make of the coordinator's orders? Pure.
+"""One node's side of the coordinator's orders. Pure.
 
 ``coordinator`` decides which step all nodes store. This is the other side: is the step in the slots of this node, which
 slots are held for it, and what does the node report? ``messages.GrantProgress`` draws the states.

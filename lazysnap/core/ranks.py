@@ -1,4 +1,4 @@
-"""Who are the trainers of this node, and what do they have? Pure.
+"""The trainers of this node, and the slots that they have. Pure.
 
 ::
 
@@ -39,7 +39,7 @@ class Presence(enum.Enum):
 
 
 class Wants(Struct, frozen=True):
-    """What the trainers of a node want of its keeper, at one moment."""
+    """Wants of the trainers of a node, at one moment."""
 
     required: tuple[StepKey, ...] = ()
     """Steps that every level must store."""
@@ -179,9 +179,9 @@ class Ranks:
     """All ranks of the node, of this start and of earlier ones."""
 
     all: list[Rank] = field(default_factory=list)
-    """By number on the node."""
+    """Ranks by their number on the node."""
     wants: Wants = field(default_factory=Wants)
-    """What all trainers want, also those that died. Each transition brings it up to date."""
+    """Wants of all trainers, also of those that died. Each transition brings it up to date."""
     is_served: bool = False
     """True if any trainer is alive. Each transition brings it up to date, too."""
 

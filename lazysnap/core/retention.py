@@ -1,4 +1,4 @@
-"""Which snapshots of a level may be deleted? Pure.
+"""Retention: which snapshots of a level may be deleted. Pure.
 
 All nodes come to the same answer, because it depends on orders alone. So the parts of one snapshot go together.
 """

@@ -1,4 +1,4 @@
-"""Which task does a level do next? Pure.
+"""The next task of a level. Pure.
 
 A level does one task at a time::
 

@@ -45,7 +45,7 @@ class Boundaries:
         self._messages = run.recorder.messages
         self._statistics = run.recorder.messages.statistics
         self._supervisor = Steps()
-        """Where ``lazysnap run`` reads which step was reached."""
+        """Counter that ``lazysnap run`` reads: the step that was reached."""
         self.lock = threading.RLock()
         self.gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
         self._optimizer_steps = 0

@@ -1,4 +1,4 @@
-"""How does a process that is not the trainer ask a keeper? One question on a connection of its own."""
+"""Questions to a keeper by a process that is not its trainer: one, on a connection of its own."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""What does a trainer do with its keeper? It captures into slots, and never waits for the keeper.
+"""A trainer's end of its keeper: it captures into slots, and never waits for the keeper.
 
 The training thread writes words and bytes of slots, and replaces ``TrainerState``; it sends no message and takes no
 lock for longer than an assignment. The thread of ``TrainerLink`` has the connection.

@@ -80,7 +80,7 @@ class TrainerConnections:
         self._connections: dict[int, TrainerConnection] = {}
         self._last_number = 0
         self._pidfds: dict[int, int] = {}
-        """By process, of all processes that connected and are alive."""
+        """The pidfd of each process that connected and is alive, by process."""
 
     # New ones
 

@@ -68,7 +68,7 @@ class EventFileWriter:
         self._facts = _FileStart()
         self._directory: pathlib.Path | None = None
         self._copy: _LevelCopy | None = None
-        """Where the first level is at a URL."""
+        """The copy at the first level; None where that is a path, which has the file itself."""
         self._thread.start()
 
     def add(self, event: Event) -> None:
@@ -174,7 +174,7 @@ class EventFileWriter:
 
 
 class _FileStart:
-    """What a file says first that begins within a start: the keeper, and the trainers that live. Without it nobody
+    """First lines of a file that begins within a start: the keeper, and the trainers that live. Without it nobody
     could tell what the lines after it belong to, once the older file is gone.
     """
 

@@ -1,4 +1,4 @@
-"""Which files of a level are those of this node? They are named, listed and deleted here.
+"""The files of this node at a level: they are named, listed and deleted here.
 
 A level may hold snapshots of earlier starts of the run, whose team (number of nodes, ranks of a node) was another one.
 Where all nodes see the same place, the files of such a snapshot are shared out among the nodes by their numbers, so

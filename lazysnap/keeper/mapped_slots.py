@@ -1,4 +1,4 @@
-"""Which memory of its keeper has a trainer mapped, and which slots can it write at full speed?
+"""The memory of its keeper that a trainer has mapped, and the slots that it can write at full speed.
 
 ::
 

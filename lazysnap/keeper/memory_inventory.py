@@ -1,4 +1,4 @@
-"""Which captures does the keeper of this node hold for one rank? Its answer, together with the mapped slots."""
+"""The captures that the keeper of this node holds for one rank: the keeper's answer, together with the mapped slots."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a keeper lets others read: slots, its node's part of a snapshot, and parity that it holds for other nodes.
+"""Sources that a keeper lets others read: slots, its node's part of a snapshot, and parity that it holds for others.
 
 A source keeps its slots: one that the loop frees meanwhile stays mapped until the source is let go.
 """

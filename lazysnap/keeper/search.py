@@ -1,4 +1,4 @@
-"""How does a trainer come to a keeper that serves it?
+"""The search of a trainer for a keeper that serves it.
 
 ::
 
@@ -27,9 +27,9 @@ from lazysnap.memory.slots import TrainerSlot
 _BUSY_GRACE_S = 3.0
 """A trainer that was just killed may take a moment to be gone."""
 _REPORT_BUSY_S = 0.5
-"""By then one that was just killed is gone, mostly, and nobody needs to know of it."""
+"""Seconds before a busy job is reported: a trainer that was just killed is mostly gone by then."""
 _BUSY_START_S = 1.0
-"""Who was refused starts no keeper sooner: where that one dies, the trainer that it served replaces it."""
+"""Seconds after a refusal before a new keeper is started: a trainer replaces the keeper that served it sooner."""
 _RETRY_S = 0.02
 _RETRY_UNANSWERED_S = 0.002
 """A keeper that was just killed may still accept connections for a moment. Memory waits for the next one."""

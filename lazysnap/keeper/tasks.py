@@ -1,4 +1,4 @@
-"""What does a task of a level do, on its thread? It lists, writes, deletes, names, or tries a small write.
+"""The tasks of a level, on their threads: they list, write, delete, name, or try a small write.
 
 ::
 

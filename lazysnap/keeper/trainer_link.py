@@ -1,4 +1,4 @@
-"""How does a trainer exchange states with its keeper, which may die and be replaced at any moment?
+"""The exchange of states between a trainer and its keeper, which may die and be replaced at any moment.
 
 One daemon thread has the connection::
 

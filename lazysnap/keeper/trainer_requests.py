@@ -1,4 +1,4 @@
-"""What is a trainer still waiting for, once its keeper answered? Pure.
+"""Requests of a trainer that its keeper did not fulfil yet. Pure.
 
 A trainer asks by its state, and a keeper answers by its own. What is answered leaves the trainer's state, so that the
 state stays small however long the training runs.

@@ -38,7 +38,7 @@ class Deadlines:
     idle_s: float = 300.0
     """A reader that asks nothing for so long is dropped."""
     port_warning_s: float = 30.0
-    """For so long a new keeper waits silently for the port of the dead one."""
+    """Seconds for which a new keeper waits silently for the port of the dead one."""
 
 
 class ConnectionLimit:

@@ -76,7 +76,7 @@ class ParityOf(Struct, frozen=True, tag="parity", forbid_unknown_fields=True):
 
 
 Subject = PartOf | SlotOf | ParityOf
-"""What can be read of a node."""
+"""Kinds of bytes that can be read of a node."""
 
 
 class Read(Struct, frozen=True, tag="read", forbid_unknown_fields=True):
@@ -113,7 +113,7 @@ class Refusal(Struct, frozen=True, tag="refusal", forbid_unknown_fields=True):
 
 StateMessage = Report | Order
 LinkMessage = Hello | Report | Order
-"""What is sent on a link, in both directions."""
+"""Messages on a link, in both directions."""
 Request = LinkMessage | Read
-"""What a keeper receives on a connection that it accepted."""
+"""Messages that a keeper receives on a connection that it accepted."""
 Answer = Block | Refusal

@@ -30,7 +30,7 @@ _decoder: "msgpack.Decoder[Request]" = msgpack.Decoder(Request)
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """What a keeper lets others read, once it was opened."""
+    """Source that a keeper lets others read, once it was opened."""
 
     data: BlockSource
     """The bytes. It never waits: where bytes are missing it raises NotYet."""
@@ -41,7 +41,7 @@ class OpenedSource:
 
 
 class ServedSources(Protocol):
-    """What a keeper lets others read. Thread-safe."""
+    """Sources that a keeper lets others read. Thread-safe."""
 
     def open(self, subject: Subject) -> OpenedSource:
         """Return the source. Raises: NotYet; LazySnapError or OSError, if there is none: the reader gets the text."""

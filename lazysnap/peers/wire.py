@@ -19,7 +19,7 @@ HEAD_BYTES = _HEAD.size
 PROTOCOL = b"lazysnap", 9
 """Letters, and the version of all messages between keepers: raised with every change that the other end sees."""
 MAX_FRAME_BYTES = 4 << 20
-"""As between a trainer and its keeper: both are the whole state of their sender."""
+"""The bound of messages between a trainer and its keeper, too: each is the whole state of its sender."""
 TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
 """Python 3.10 has two of them."""
 M = TypeVar("M")
@@ -30,7 +30,7 @@ class Violation(Exception):
 
 
 FAILURES = (OSError, EOFError, Violation, asyncio.TimeoutError)
-"""What ends a connection."""
+"""Errors that end a connection."""
 
 
 def frame(message: Struct) -> bytes:
