@@ -5,12 +5,12 @@ Several threads work at a time, each on one block, so reading, comparing and cop
 
 import contextlib
 import threading
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from lazysnap.levels.base import places_of
 from lazysnap.levels.node_file import FilePlace
@@ -52,7 +52,7 @@ class Buffers:
             self._spare.append(buffer)
 
 
-class Blocks(Protocol):
+class Blocks(ABC):
     """The blocks of a node's file, or of one shard in memory. Thread-safe.
 
     They are a ``BlockSource``, too: a damaged block ends the write of a copy before the copy is visible.
@@ -69,9 +69,9 @@ class Blocks(Protocol):
 
     Invariant: both are replaced at once, because several threads read."""
 
+    @abstractmethod
     def block(self, index: int, buffers: Buffers) -> AbstractContextManager[memoryview]:
         """Return one block, compared. Blocks. Raises: FormatError, naming it; LevelError; FileNotFoundError."""
-        ...
 
     def release(self) -> None:
         """Close the file, unless it is to stay open. The next ``block`` opens it again. May be called twice."""
