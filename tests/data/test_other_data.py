@@ -250,6 +250,19 @@ def test_an_order_that_no_snapshot_holds_is_named(caplog, cut):
     assert "the sampler of OfTheClass gives this epoch in another order" in caplog.text
 
 
+class Endless(OfTheClass):
+    """With a sampler of its own nothing asks for its length, which Python cannot hold."""
+
+    def __len__(self):
+        return 1 << 64
+
+
+def test_a_length_that_cannot_be_asked_for_is_not_known():
+    first = next(iter(loader(Endless(), sampler=range(LENGTH))))
+
+    assert first[:, 0].tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(("indices", "is_named"), [(range(1, 17), True), (range(16), False)])
 def test_a_subset_of_other_samples_is_named(caplog, indices, is_named):
     state = Run(lambda: loader(Subset(OfTheClass(), list(range(16)))), 1).train(2).saved
