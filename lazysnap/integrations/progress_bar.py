@@ -1,11 +1,17 @@
 """A progress bar while the last snapshot becomes durable, if that takes longer than a second."""
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+_random_state = random.getstate()
+
+from rich.console import Console  # noqa: E402
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn  # noqa: E402
+
+# rich draws a number when it is imported; the program may have seeded the generator before.
+random.setstate(_random_state)
 
 _PATIENCE_S = 1.0
 
