@@ -76,6 +76,20 @@ def test_nothing_draws_from_the_global_random_generators():
     assert not found
 
 
+@pytest.mark.slow
+def test_importing_the_integrations_draws_no_random_number():
+    """A program may seed the generators first, and attach lazysnap then."""
+    code = """
+import random
+before = random.getstate()
+import lazysnap.integrations.accelerate
+import lazysnap.integrations.transformers
+import lazysnap.integrations.lightning
+assert random.getstate() == before
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True, cwd=ROOT)
+
+
 def test_the_exported_names_are_exactly_the_documented_ones():
     """A new name is a promise: it is added here and in the README or the docs, on purpose."""
     assert set(lazysnap.__all__) == DOCUMENTED

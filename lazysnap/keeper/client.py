@@ -293,8 +293,8 @@ class KeeperClient:
     def leave(self, farewell: Farewell, timeout_s: float) -> None:
         """Part from the keeper, and unmap all slots. Nothing can be done with this client afterwards.
 
-        Blocks: with ``OVER`` until the keeper received it, which is when it ends, at most ``timeout_s``; else only for
-        the moment that the thread takes to end.
+        Blocks: with ``OVER`` until the keeper received it, at most ``timeout_s``, and ends, some seconds at most; else
+        only for the moment that the thread takes to end.
         """
         patience_s = _LAST_WORD_S
         if farewell is Farewell.OVER:

@@ -41,6 +41,8 @@ _REPLACE_S = 0.1
 _REPLACE_AT_MOST_S = 1.0
 _MOST_DOUBLINGS = 10
 _JOIN_S = 5.0
+_END_S = 5.0
+"""Seconds that a training that is over waits for its keeper to end."""
 _TURN_S = 0.25
 _LEAST_S = 3.0
 """A keeper on a busy machine misses a second."""
@@ -215,6 +217,7 @@ class TrainerLink:
         """Part from the keeper, and unmap all slots.
 
         Blocks: until the keeper received it, at most ``patience_s``, and for the moment that the thread takes to end.
+        With ``OVER`` also until the keeper has ended, at most ``_END_S``: the program may delete its directory then.
         """
         with self._changed:
             self.trainer = structs.replace(self.trainer, farewell=farewell, waited_s=self.waited_s)
@@ -223,7 +226,7 @@ class TrainerLink:
         self._notify()
         self._wake()
         if thread is not None:
-            thread.join(patience_s + _JOIN_S)
+            thread.join(patience_s + _END_S + _JOIN_S)
         self.slots.close()
 
     def forget_in_child(self) -> None:
@@ -353,6 +356,8 @@ class TrainerLink:
             if leave_by_s is not None:
                 is_received = self._sent.farewell is not Farewell.NONE and not channel.is_sending
                 remaining_s = leave_by_s - time.monotonic()
+                if is_received and self._sent.farewell is Farewell.OVER:
+                    self._wait_for_end(channel)
                 if is_received or remaining_s <= 0:
                     return True
                 wait_s = min(wait_s, remaining_s)
@@ -369,6 +374,16 @@ class TrainerLink:
                 self._notify()
             while frames:
                 self._take(frames.pop(0))
+
+    def _wait_for_end(self, channel: Channel) -> None:
+        """Block until the keeper closes the connection, at most ``_END_S``. It has written its last event then."""
+        end_by_s = time.monotonic() + _END_S
+        frames: list[Frame] | None = []
+        while frames is not None and time.monotonic() < end_by_s:
+            channel.wait(end_by_s - time.monotonic())
+            frames = channel.receive()
+            for frame in frames or ():
+                frame.close()
 
     def _send_changes(self, channel: Channel, silence: Silence) -> None:
         """Send what the keeper does not know yet, as far as it takes it now."""

@@ -86,6 +86,10 @@ class Peer:
             pass
         return True
 
+    def end(self):
+        """Send nothing more: the trainer sees that the keeper has ended."""
+        self.channel._socket.shutdown(socket.SHUT_WR)
+
     def close(self):
         self.channel.close()
         self.page.close()

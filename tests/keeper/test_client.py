@@ -654,10 +654,13 @@ def test_the_keeper_is_told_how_a_training_ends_and_nothing_stays_mapped(client,
     begun.send([slot.descriptor], slots=(slot.slot_id,))
     is_ready(client)
     client.require(9)
-    client.leave(farewell, TIMEOUT_S)
+    leaving = threading.Thread(target=client.leave, args=(farewell, TIMEOUT_S))
+    leaving.start()
+    state = begun.state(lambda state: state.farewell is not Farewell.NONE)
+    begun.end()
+    leaving.join(TIMEOUT_S)
 
     assert own_copies(slot.descriptor) == before
-    state = begun.state(lambda state: state.farewell is not Farewell.NONE)
     assert (state.farewell, state.required) == (farewell, (9,))
     assert begun.is_ended()
     assert client.mapped() == client.slots() == ()
@@ -674,6 +677,7 @@ def test_a_training_that_is_over_waits_for_the_keeper_that_is_told(keeper, clien
     again.state()
     again.send()
     assert again.state(lambda state: state.farewell is Farewell.OVER)
+    again.end()
     leaving.join(TIMEOUT_S)
     assert not leaving.is_alive()
 
