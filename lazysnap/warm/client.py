@@ -282,6 +282,7 @@ class _Program:
             self._pid = number
             if early is not None:
                 # Also one to the process group or from a terminal: the program may have joined the group after it.
+                # If it joined before, it gets the signal twice, which is better than never.
                 self._send(early)
                 early = None
 

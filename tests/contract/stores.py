@@ -284,11 +284,11 @@ class StoreContract(Place):
         Snapshot(1).write(storage)
         snapshot = Snapshot(2, elements=BLOCK)
 
-        def sweep() -> None:
+        def sweep_meanwhile() -> None:
             swept.extend(sweep(make_storage()))
 
         for at in ("view", "finish"):
-            write_shard(storage, snapshot.meta, HookedSource(snapshot, at=at, action=sweep))
+            write_shard(storage, snapshot.meta, HookedSource(snapshot, at=at, action=sweep_meanwhile))
             swept += sweep(make_storage())
         assert swept == []
         assert set(look(storage).steps()) == {1, 2}
