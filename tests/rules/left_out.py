@@ -200,6 +200,8 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "memory/test_slot_choice.py::test_a_held_a_busy_and_the_newest_whole_slots_are_never_chosen": [
         ("memory/slot_choice.py", "_replaceable", "not view.is_held"),
         ("memory/slot_choice.py", "_replaceable", "view not in untouched"),
+    ],
+    "memory/test_slot_choice.py::test_slots_are_freed_that_could_be_chosen_and_are_not_needed": [
         ("memory/slot_choice.py", "_replaceable", "view.slot_id not in busy"),
     ],
     "memory/test_slot_choice.py::test_one_capture_that_all_ranks_have_stays": [
