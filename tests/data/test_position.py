@@ -77,7 +77,6 @@ LOADERS = {
     ),
     "accelerate": lambda: by_accelerate(shuffled(), use_seedable_sampler=True),
     "accelerate, no seedable sampler": lambda: by_accelerate(shuffled(), use_seedable_sampler=False),
-    "accelerate, workers": lambda: by_accelerate(shuffled(num_workers=2)),
     "accelerate, stateful": lambda: by_accelerate(shuffled(), use_stateful_dataloader=True),
     "accelerate, dispatching": lambda: by_accelerate(shuffled(), dispatch_batches=True),
     "accelerate, iterable": lambda: by_accelerate(DataLoader(Stream(), batch_size=BATCH)),

@@ -45,27 +45,24 @@ def of_memory(passed):
 
 
 def of_storage(passed):
-    """Points that keepers and levels pass in each training, before its end; and those of the start of a keeper.
-
-    Of the single operations on files, which ``tests/contract`` and ``tests/faults`` have, a write stands for all.
-    """
+    """Points that keepers and levels pass in each training, before its end; and those of the start of a keeper."""
     ends = {"keeper.trainer_died", "keeper.lingering", "keeper.persist.checksum", "keeper.draining", "keeper.over"}
     seldom = {"keeper.memory.drop", "level.store.sweep"}  # where an earlier start left something
     alone = {"keeper.started"}  # by a keeper that does not know its trainer yet
-    operations = {point for point in passed[0] if point.startswith("level.local.")}
-    points = [point for point in passed[0] if is_of_keeper(point) and point not in ends | seldom | alone | operations]
+    points = [point for point in passed[0] if is_of_keeper(point) and point not in ends | seldom | alone]
     return sorted([*points, *OF_STARTER])
 
 
 OF_STARTER = ("client.start_keeper", "client.handed_over")
 """Points that the rank passes which starts the keeper: it is another one each time."""
+AT_ONCE = (*OF_STARTER, "level.local.mkdir")
 
 
 def faults(passed, point, victims, action="kill"):
     """At about the fourth snapshot after a start, whatever the point: then slots are used again."""
     if point in OF_STARTER:
         victims = range(len(passed))
-    at = {rank: 1 if point in OF_STARTER else max(1, 9 * passed[rank][point] // (2 * DRY)) for rank in victims}
+    at = {rank: 1 if point in AT_ONCE else max(1, 9 * passed[rank][point] // (2 * DRY)) for rank in victims}
     return {rank: f"{point}:{count}:{action}" for rank, count in at.items()}
 
 
