@@ -45,14 +45,14 @@ def test_a_level_that_does_not_answer_is_passed_over_and_named(job, tmp_path, de
 
 def test_the_end_of_a_training_says_which_level_it_waits_for_and_how_long(job, dead, caplog):
     caplog.set_level("INFO", "lazysnap")
-    training = Training(dataclasses.replace(config(job, PersistentLevel(dead, timeout_s=600)), drain_timeout_s=1))
+    training = Training(dataclasses.replace(config(job, PersistentLevel(dead, timeout_s=600)), drain_timeout_s=5))
     job.trainings.append(training)
     training.run(1, 1)
 
     assert not training.engine.close()
 
     assert [text for text in caplog.messages if text.startswith("waiting for ")] == [
-        f"waiting for {dead} to store step 1, at most 1 s (drain_timeout_s)"
+        f"waiting for {dead} to store step 1, at most 5 s (drain_timeout_s)"
     ]
 
 

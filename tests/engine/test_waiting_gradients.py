@@ -174,7 +174,10 @@ def run(training, engine, first, last):
     ],
 )
 def test_a_boundary_with_gradients_that_wait_is_not_captured(kind, eligible, says, tmp_path, caplog):
-    """The restart is exact; gradients that are cleared unused hold up nothing; it is said once. No value is read."""
+    """The restart is exact; gradients that are cleared unused hold up nothing; it is said once.
+
+    No value is read, except where the values alone tell.
+    """
     undisturbed = kind()
     run(undisturbed, None, 1, STEPS)
     training = kind()
@@ -185,7 +188,7 @@ def test_a_boundary_with_gradients_that_wait_is_not_captured(kind, eligible, say
         training.train(step)
         with reads:
             engine.boundary(step)
-    assert reads.count == 0
+    assert (reads.count > 0) == (kind is ClearedByHand)
     left_out = engine.statistics().skipped[LEFT_OUT]
     engine.abandon()
     again = kind()
