@@ -12,6 +12,7 @@ One rank alone on one node is the case of a coordinator whose only node is its o
 that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import xxhash
@@ -96,6 +97,8 @@ class JobCore:
         """Time of the last message of each node that this one exchanges messages with."""
         self._rescued: StepKey | None = None
         """The capture that is required because processes are about to be killed."""
+        self._first_begun = StepKey(0, -1)
+        """The step from which the present start goes on, or the newest one that it had begun when it was seen first."""
         self._protected_at = now
         """Time at which something was protected last, or nothing was due."""
         self._actions: list[Action] = []
@@ -429,11 +432,14 @@ class JobCore:
         if redundancy is None:
             return
         begun = newest_begun(ranks)
-        protected_step = 0
+        if begun.start != self._first_begun.start:
+            self._first_begun = begun
+        protected_step = max(0, self._first_begun.step)
         if self.protected is not None and self.protected.start == begun.start:
             protected_step = self.protected.step
-        num_due = begun.step // redundancy.every_n_steps - protected_step // redundancy.every_n_steps
-        if begun.start == 0 or num_due <= 0:
+        every = math.lcm(redundancy.every_n_steps, self.settings.capture_every_n_steps)
+        is_due = begun.step // every > protected_step // every
+        if begun.start == 0 or not is_due:
             self._protected_at = now
 
     def _silent_nodes(self, now: float) -> list[int]:
@@ -452,6 +458,8 @@ class JobCore:
             alerts.append(KeeperAlert("links", _unreached(self.settings.node, silent, address)))
         if self.settings.redundancy is not None and now >= self._protected_at + UNPROTECTED_S:
             reason = self.node.levels[-1].failure or "a node of its group, or of another one, has no parity yet"
+            if not self.node.levels[-1].has_slots:
+                reason = "a rank of this node has no slot for it"
             if silent:
                 reason = f"no link to the keeper of node {min(silent)}"
             alerts.append(KeeperAlert("protection", f"nothing was protected for {UNPROTECTED_S:.0f} s: {reason}"))

@@ -119,8 +119,9 @@ class LevelGrants:
         self.cancelled.discard(key)
         self.given_up.discard(key)
         self.margin_steps = max(0, self.margin_steps - 1)
-        if len(self.complete) > 2 * MAX_REMEMBERED:
-            self.complete = set(sorted(self.complete)[-MAX_REMEMBERED:])
+        num_remembered = max(MAX_REMEMBERED, self.settings.keep_last + 1)  # retention counts newer ones
+        if len(self.complete) > 2 * num_remembered:
+            self.complete = set(sorted(self.complete)[-num_remembered:])
             self.given_up = set(sorted(self.given_up)[-MAX_REMEMBERED:])
 
     def become_cancelled(self, key: StepKey, *, is_late: bool) -> None:

@@ -303,7 +303,8 @@ class NodeLevel:
 
     def report(self) -> LevelReport:
         """Return this state for the coordinator."""
-        newest = sorted(self.stored, reverse=True)[:MAX_STORED_REPORTED]
+        num_reported = max(MAX_STORED_REPORTED, self.settings.keep_last + 1)  # retention counts newer ones
+        newest = sorted(self.stored, reverse=True)[:num_reported]
         names = tuple(sorted(self.names))
         is_ready = self.is_ready and self.has_slots
         return LevelReport(

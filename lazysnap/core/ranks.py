@@ -131,6 +131,7 @@ class Rank:
         if num_fitting >= wish.num_slots:
             return None
         self.is_making_slot = True
+        self.memory_retry_at = None  # the answer may set it again
         return MakeSlot(self.number, wish)
 
     def slot_made(self) -> None:

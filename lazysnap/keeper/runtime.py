@@ -113,8 +113,8 @@ class KeeperLock:
 
     def refresh(self) -> None:
         """Show programs that clean up temporary files that these files are in use. Call this every ``REFRESH_S``."""
-        os.utime(self.descriptor)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the file system may be read-only by now
+            os.utime(self.descriptor)
             os.utime(self._files.socket_path)
 
     def remove(self) -> None:

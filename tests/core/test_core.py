@@ -7,7 +7,8 @@ from support.core_world import slot_view
 from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
-from lazysnap.core.job import SILENCE_S, UNREACHED_S
+from lazysnap.core.job import SILENCE_S, UNPROTECTED_S, UNREACHED_S
+from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.lifecycle import START_GRACE_S, Phase
 from lazysnap.core.messages import (
     Farewell,
@@ -25,6 +26,7 @@ from lazysnap.core.messages import (
     StepKey,
     TrainerState,
 )
+from lazysnap.core.node import NodeLevel
 from lazysnap.core.ranks import AWAY_GRACE_S, MEMORY_RETRY_S, MEMORY_WAIT_S, Presence
 from lazysnap.memory.slot_choice import SlotPhase, SlotView
 
@@ -169,6 +171,8 @@ class TestMemory:
         assert driver.sent(done).memory_refusal == "too little"
         assert not of_kind(driver.pass_time(MEMORY_RETRY_S / 2), actions.MakeSlot)
         assert of_kind(driver.pass_time(MEMORY_RETRY_S / 2), actions.MakeSlot)
+        # Until the answer comes there is nothing to wake for: a time in the past would keep the loop busy.
+        assert driver.core.wake_at() is None or driver.core.wake_at() > driver.now
 
     def test_slots_that_are_about_to_be_returned_are_waited_for_without_a_word(self):
         driver = Driver()
@@ -511,6 +515,20 @@ class TestSeveralLevels:
         assert levels[1].grant is None or levels[1].grant.step > 5
 
 
+class TestManySnapshots:
+    def test_as_many_complete_ones_are_remembered_and_reported_as_a_level_keeps(self):
+        """Else none would ever be old enough to be deleted."""
+        settings = structs.replace(LEVEL, keep_last=600)
+        grants = LevelGrants(settings)
+        node_level = NodeLevel(settings)
+        for step in range(2000):
+            grants.become_complete(StepKey(START, step))
+            node_level.become_stored(StepKey(START, step))
+
+        assert len(grants.complete) > settings.keep_last
+        assert len(node_level.report().stored) > settings.keep_last
+
+
 class TestRequiredSteps:
     FOUR_SLOTS = MemoryWish(4, 0, 1)
     EMPTY = (empty(1), empty(2), empty(3))
@@ -791,6 +809,21 @@ class TestOtherNodes:
             digests.append(driver.core.job.digest)
 
         assert digests[0] != digests[1]
+
+    def test_a_run_that_goes_on_from_a_late_step_is_not_told_that_nothing_was_protected_before_a_step_is_due(self):
+        driver = Driver()
+        state = structs.replace(STATE, job=structs.replace(PAIR, num_nodes=1), step=1003)
+        driver.report(state)
+        driver.see((slot(0, 1004), empty(1), empty(2)))
+
+        done = driver.pass_time(UNPROTECTED_S)
+        assert not any(
+            alert.about == "protection" for sent in of_kind(done, actions.SendToTrainer) for alert in sent.state.alerts
+        )
+
+        driver.see((slot(0, 1010), empty(1), empty(2)))
+        [alert] = driver.sent(driver.pass_time(UNPROTECTED_S)).alerts
+        assert alert.about == "protection"
 
     @pytest.mark.parametrize(("node", "said"), [(0, "the keeper of node 1"), (1, "of rank 0's node")])
     def test_trainers_hear_that_a_node_is_not_reached_and_that_it_is_back(self, node, said):
