@@ -85,7 +85,8 @@ class Capture:
     def changed_sources(self) -> list[str]:
         """Names of lazy tensors that something wrote to since the boundary.
 
-        Fused optimizers do not bump versions; the gate is the rule and this is the net under it.
+        The gate guarantees that nothing changes. This check finds a step that bypassed the gate, unless the optimizer
+        is fused: those do not count versions.
         """
         all_sources = self.sources  # read once: the copy thread replaces it
         if not all_sources:

@@ -14,7 +14,8 @@ the trainer; no second host copy. Sequence at a boundary:
 Into a slot that is not page-locked the copy thread copies instead of the side stream, through its own page-locked
 buffers (``reader``). The gate then waits for the copy thread, as for copies from a CPU.
 
-The device writes no control words, and no call here waits for it.
+The device writes no control words. Calls wait for it only where large eager tensors go into a slot that is not
+page-locked.
 """
 
 import ctypes

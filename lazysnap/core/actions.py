@@ -100,7 +100,7 @@ class Listed(TaskEnded):
     """Names that the run gave there. Node 0 alone gives names, so on other nodes this is empty."""
     unusable: tuple[StepKey, ...] = ()
     """Snapshots with committed files that are this node's to delete, and that do not count: they are of another team
-    and not whole, or damaged. They go as old ones do.
+    and not whole, or damaged. Retention deletes them like complete ones.
     """
 
 

@@ -128,7 +128,7 @@ class Coordinator:
         """Count, cancel and grant.
 
         Args:
-            ranks: those of node 0; other ranks are at most one step ahead of them.
+            ranks: those of node 0. Others are at most two captures ahead (``memory.slot_choice``).
             now: seconds of a monotonic clock.
 
         Returns: the order for all nodes, if it says something new.
@@ -348,7 +348,7 @@ class Coordinator:
         is_training = self._is_training_on_all()
         first = self._key_to_read_first(ranks)
         for index, level in enumerate(self.levels):
-            # It stays so until the grant is over: a node may have let go of it already, and the step is not gone.
+            # Never reset during a grant: a node may have given it up already, and that must not count as a miss.
             if is_training and not level.is_overtaken and self._may_be_overtaken(index):
                 level.is_overtaken = first not in (None, level.grant) or self._has_copy_to_make(index)
 

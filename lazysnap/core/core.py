@@ -61,7 +61,7 @@ class Core:
         """The newest start of which a trainer came."""
         self._numbers = itertools.count(first_number)
         self._abandoned: dict[str, dict[int, Task]] = {}
-        """See ``JobCore``."""
+        """Tasks whose threads have not returned, by URL of the level and number. They may belong to an earlier job."""
         self._pid = pid
         self._peers: PeerSettings | None = None
         self._is_serving_peers = False
@@ -194,7 +194,7 @@ class Core:
         self._actions.append(SetPeers(peers))
 
     def _begin_job(self, event: TrainerReported) -> None:
-        """Serve this start's training from now on; all goes on as it is if its settings are those of the last."""
+        """Serve this start. Nothing changes if its settings are those of the last job."""
         settings = event.state.job
         assert settings is not None
         if self.job is not None and self.job.settings == settings:

@@ -65,8 +65,8 @@ class JobCore:
         Args:
             settings: those of all ranks of the node.
             numbers: for coordinators and for tasks of levels; the keeper uses none twice.
-            abandoned: tasks whose threads have not returned, by name of the level and number. They may be of settings
-                before these.
+            abandoned: tasks whose threads have not returned, by URL of the level and number. They may belong to an
+                earlier job.
             now: seconds of a monotonic clock.
         """
         self.settings = settings

@@ -36,7 +36,8 @@ class LevelGrants:
     named: set[StepKey] = field(default_factory=set)
     """Snapshots that have a name here."""
     is_open: bool = False
-    """True once every node reported which files it has. Before that nothing is granted, cancelled or deleted."""
+    """True once every node reported which files it has, and for ever from then on. Before that nothing is granted,
+    cancelled or deleted."""
     grant: StepKey | None = None
     source: int | None = None
     """The level that the granted step is copied from; None: the slots."""

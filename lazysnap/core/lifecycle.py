@@ -24,7 +24,7 @@ from dataclasses import dataclass
 START_GRACE_S = 30.0
 """Time for which a keeper waits for its first trainer."""
 DRAIN_LIMIT_S = 3600.0
-"""Time after which memory goes, even if a level still fails."""
+"""Seconds after which a draining keeper ends, even if a level still fails: memory is lost."""
 FAREWELL_S = 5.0
 """Time for which the coordinator waits until all nodes know that everything is stored."""
 

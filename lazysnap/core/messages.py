@@ -161,7 +161,7 @@ class Farewell(enum.Enum):
     LEFT = "left"
     """Treated as if it died: memory waits for a restart."""
     OVER = "over"
-    """The training is over: what is in memory is stored, then it goes."""
+    """The training is over: memory is stored, then freed."""
 
 
 class TrainerState(Struct, frozen=True, tag="trainer"):
@@ -281,7 +281,7 @@ class GrantProgress(enum.Enum):
                            │                                ├──> FAILED
                            └──> MISSED                      └──> MISSED
 
-    Redundancy that loses its slot is MISSED from STORED, too.
+    If redundancy loses its spare slot, any grant becomes MISSED, also a stored one.
     A level that fails while it waits is FAILED, too. A thread that hung may still have stored the file: it is
     STORED then. The next order with another grant leads from any state but LISTING to WAITING, to STORED if the node
     has the file, or to IDLE.

@@ -151,8 +151,8 @@ class NodeLevel:
     Invariant: disjoint from ``stored``.
     """
     unusable: set[StepKey] = field(default_factory=set)
-    """Snapshots with committed files of this node that do not count. They go when as many newer ones are complete as
-    for any other. Invariant: disjoint from ``stored``.
+    """Snapshots with committed files of this node that do not count. Retention deletes them like complete ones.
+    Invariant: disjoint from ``stored``.
     """
     names: set[NamedStep] = field(default_factory=set)
     """Names that are given there. Node 0 alone gives them, so other nodes know none."""
@@ -187,7 +187,7 @@ class NodeLevel:
         return key in self.order.complete or key in self.order.given_up
 
     def obey(self, order: LevelOrder) -> None:
-        """Take the coordinator's order. A write of another grant does not count from now on."""
+        """Take the coordinator's order. ``LevelTasks`` cancels a write for another grant."""
         if not order.is_open:  # what the coordinator does not know yet is as it was before
             order = structs.replace(
                 self.order,

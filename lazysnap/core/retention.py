@@ -29,8 +29,8 @@ class Retention:
     def may_delete(self, key: StepKey, complete: Collection[StepKey], cancelled: Collection[StepKey]) -> bool:
         """Return True if a snapshot need not stay.
 
-        A complete one goes when ``keep_last`` newer ones are complete, unless it stays for ever. Any other one goes by
-        the same rule, or as soon as its grant was cancelled. So the newest complete snapshot always stays.
+        A complete one is deleted once ``keep_last`` newer ones are complete, unless ``stays_for_ever``. Any other one
+        is deleted by the same rule, or as soon as its grant was cancelled. So the newest complete snapshot always stays.
 
         Args:
             key: the snapshot. It has no name.

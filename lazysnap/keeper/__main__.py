@@ -11,7 +11,7 @@ from lazysnap.keeper.runtime import KeeperFiles, KeeperLock
 
 
 def main() -> None:
-    """Detach from whoever started this, then keep."""
+    """Detach from the process that started this one, and run the keeper."""
     parser = argparse.ArgumentParser(prog="python -m lazysnap.keeper")
     parser.add_argument("--socket", required=True, help="path of the socket at which the keeper listens")
     for name in ("--job", "--node"):
@@ -66,7 +66,7 @@ def _inherited(fd: int) -> socket.socket:
 
 
 def _name_process() -> None:
-    """The name that top and ``ps -o comm`` show."""
+    """Set the name that top and ``ps -o comm`` show."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write("lazysnap-keeper")
 

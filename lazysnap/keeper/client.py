@@ -1,4 +1,4 @@
-"""A trainer's end of its keeper: it captures into slots, and never waits for the keeper.
+"""The interface of a trainer to its keeper. ``connect``, ``wait``, ``memory`` and ``leave`` block, nothing else does.
 
 The training thread writes words and bytes of slots, and replaces ``TrainerState``; it sends no message and takes no
 lock for longer than an assignment. The thread of ``TrainerLink`` has the connection.
@@ -18,8 +18,9 @@ from lazysnap.memory.slots import TrainerSlot
 from lazysnap.peers.listener import ReservedPort
 
 _REASON_S = 1.0
-"""The search ends at its deadline, and says why: who waits for it waits a moment longer."""
+"""Seconds added to the deadline of a caller, so that the search can report why it failed."""
 _LAST_WORD_S = 0.5
+"""Seconds for the farewell of a trainer whose training is not over."""
 
 
 class KeeperClient:
@@ -54,7 +55,7 @@ class KeeperClient:
     def start(self) -> None:
         """Connect in the background, starting a keeper if there is none. Never raises; does not block.
 
-        After the client gave up, it tries again.
+        Call it again after the client gave up.
         """
         self._link.start()
 
@@ -100,7 +101,7 @@ class KeeperClient:
         return self._link.is_silent
 
     def refusal(self) -> JobBusy | None:
-        """Return why this process is not the job's trainer: another one is. None as long as nothing says so."""
+        """Return the error if another process is the job's trainer; None otherwise."""
         error = self._link.error
         if isinstance(error, JobBusy) and not self.was_connected:
             return error
@@ -151,7 +152,7 @@ class KeeperClient:
     def slots(self) -> tuple[TrainerSlot, ...]:
         """Return the slots that are populated, and that a live keeper has, in no order. Hot.
 
-        None before the keeper received this start: it could not store what was captured, if this process died.
+        None before this start was sent: the keeper could not store what was captured, if this process died.
         """
         if self._link.doorbell is None or not self._link.is_start_sent:
             return ()

@@ -50,7 +50,7 @@ from lazysnap.peers.reader import PeerReader
 logger = logging.getLogger(__name__)
 
 AHEAD_S = 10.0
-"""A node may be so far ahead of the ranks of another node that capture the same step."""
+"""Seconds for which a node waits until another one begins to capture the step."""
 Result = TypeVar("Result")
 
 
@@ -187,7 +187,7 @@ def run_parity_task(task: Task, context: ParityContext, slots: NodeSlots, contro
 
 
 def _purpose(task: Task) -> str:
-    """Return what goes without, for a message about a task that did not end well."""
+    """Return what is not protected, for a message about a task that did not end well."""
     if isinstance(task, WriteLevel):
         return f"step {task.key.step} is not protected by other nodes"
     return "nothing is protected by other nodes"

@@ -138,7 +138,7 @@ class LevelFacts(Struct, frozen=True):
     """The number of steps that must be stored, due or not, and are not complete yet."""
     is_failing: bool
     failure: str
-    """The text of the last failed write; empty, if none failed."""
+    """Text of the last failure of the level; empty if there was none."""
     failed_ns: int | None
 
 

@@ -60,7 +60,7 @@ class SlotTable:
         return self._slots.get(rank, {}).get(slot_id)
 
     def views(self) -> dict[int, tuple[SlotView, ...]]:
-        """Return the words of all slots, by rank; nothing for a rank that had slots, and has none any more."""
+        """Return the words of all slots, by rank; an empty tuple for a rank whose slots were all freed."""
         views = {}
         for rank, slots in self._slots.items():
             views[rank] = tuple(slot.view() for slot in slots.values())

@@ -153,7 +153,7 @@ class TrainerLink:
 
     @property
     def is_start_sent(self) -> bool:
-        """True if the connected keeper received the present start. It means nothing while none is connected."""
+        """True if the present start was sent on this connection. It means nothing while no keeper is connected."""
         return self._sent.start == self.trainer.start
 
     def start(self) -> None:

@@ -281,7 +281,7 @@ class KeeperSlot(Slot):
     """
 
     def hold(self, sequence: int, rank_slots: Sequence[Slot], kept: int) -> bool:
-        """Keep a capture from being written over until ``release``.
+        """Keep a capture from being written over until ``release``. The core reads the result from the words.
 
         Args:
             sequence: number of the capture.

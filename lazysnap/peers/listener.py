@@ -28,7 +28,7 @@ class Deadlines:
     """Seconds."""
 
     connect_s: float = 10.0
-    """Seconds for connecting, for the handshake and for the first message of a link, each."""
+    """Seconds for each of these: connecting, the handshake, and at the connecting side the first message of a link."""
     send_s: float = 10.0
     """A peer that takes nothing for so long is dropped."""
     alive_s: float = 5.0

@@ -12,7 +12,7 @@
     Read(subject, offset, length) ->
                            <-       Block(length, checksum, ...), then the bytes themselves; or a Refusal
 
-Reads have no session: each ``Read`` says all that the keeper must know. A reader asks again while it gets a ``Refusal``
+Each ``Read`` is complete in itself. After the first one a connection carries reads only. A reader asks again while it gets a ``Refusal``
 that says ``is_not_yet``.
 """
 
