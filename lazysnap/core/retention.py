@@ -30,7 +30,7 @@ class Retention:
         """Return True if a snapshot need not stay.
 
         A complete one is deleted once ``keep_last`` newer ones are complete, unless ``stays_for_ever``. Any other one
-        is deleted by the same rule, or as soon as its grant was cancelled. So the newest complete snapshot always stays.
+        is deleted by the same rule, or as soon as its grant was cancelled. So the newest complete one always stays.
 
         Args:
             key: the snapshot. It has no name.

@@ -69,8 +69,8 @@ class Recorder:
         """True if nothing is captured any more, though training may go on for a moment. Set by other threads."""
         self.stores_next = False
         """True if every level must store the next capture, due there or not."""
-        self._names_for_next: list[str] = []
-        """Names for the next capture."""
+        self._names_for_next: dict[str, int | None] = {}
+        """Names for the capture of the next boundary, and the step of that boundary; None until it comes."""
 
     # Steps
 
@@ -133,11 +133,20 @@ class Recorder:
     # At a boundary
 
     def pass_boundary(self, step: int) -> None:
-        """Note that training passed ``step``, here and in memory: so the keeper knows how many steps a death lost."""
+        """Note that training passed ``step``, here and in memory: so the keeper knows how many steps a death lost.
+
+        A name of an earlier boundary that was not captured is lost: no other snapshot gets it.
+        """
         self.seen_step = step
         newest = self.captures.newest
         if newest is not None and _is_in_memory(newest):
             newest.slot.reach(step)
+        for name, step_of_name in list(self._names_for_next.items()):
+            if step_of_name is None:
+                self._names_for_next[name] = step
+            elif step_of_name != step:
+                del self._names_for_next[name]
+                self.memory.events.lose_name(name, f"step {step_of_name} was not captured")
 
     def is_due(self, step: int, *, force: bool) -> bool:
         """True if the boundary after ``step`` is to be captured."""
@@ -254,7 +263,7 @@ class Recorder:
             self._client.require(step)
         for name in self._names_for_next:
             self._give_name(name, step)
-        self._names_for_next = []
+        self._names_for_next = {}
 
     def settle(self) -> None:
         """Let a restart resume exactly the newest capture: it was asked for, or training ends there."""
@@ -321,7 +330,7 @@ class Recorder:
         if step == self.seen_step:
             self._give_name(name, step)
         else:
-            self._names_for_next.append(name)
+            self._names_for_next[name] = None
         return step
 
     def step_to_name(self, *, is_over: bool) -> int:
@@ -342,14 +351,14 @@ class Recorder:
 
     def release(self, name: str) -> None:
         """Take the name from every snapshot of the run."""
-        self._names_for_next = [waiting for waiting in self._names_for_next if waiting != name]
+        self._names_for_next.pop(name, None)
         self._client.release(name)
         self.memory.events.name_released(name)
 
     def _lose_names_for_next(self, did: str) -> None:
         for name in self._names_for_next:
             self.memory.events.lose_name(name, f"training {did} before it was captured")
-        self._names_for_next = []
+        self._names_for_next = {}
 
     def end_names(self) -> None:
         """Nothing is captured any more: the names that wait for a capture are lost."""

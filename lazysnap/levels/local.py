@@ -162,8 +162,9 @@ class LocalWriter:
             self._temp = ""
             faults.point("level.local.renamed")
             sync_directory(self._directory)
-            # Also if this process did not make the directory: the one that did may have died before this.
-            sync_directory(os.path.dirname(self._directory))
+            if self._directory != self._root:  # the name of the level itself is durable since ``create``
+                # Also if this process did not make the directory: the one that did may have died before this.
+                sync_directory(os.path.dirname(self._directory))
             self._may_have_final = False
             faults.point("level.local.published")
         except OSError as error:
@@ -242,7 +243,8 @@ class LocalStorage(Storage):
         and the next snapshot makes it anew."""
         self._has_written = False
         """True once this object made the directory, or found it: from then on the directory above it must exist. If
-        that is missing, a disk is not mounted, and nothing is written below its mount point."""
+        that is missing, nothing is written. This notices a disk that is not mounted only if the level is at least two
+        directories below the mount point (docs/storage.md)."""
 
     def _path(self, path: str) -> str:
         return os.path.join(self.url, path)

@@ -47,7 +47,10 @@ def in_threads(
     threads = []
     for number in range(1, count):
         thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # a limit of threads: those that run do the work
+            break
         threads.append(thread)
     work()
     for thread in threads:

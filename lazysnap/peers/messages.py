@@ -12,8 +12,8 @@
     Read(subject, offset, length) ->
                            <-       Block(length, checksum, ...), then the bytes themselves; or a Refusal
 
-Each ``Read`` is complete in itself. After the first one a connection carries reads only. A reader asks again while it gets a ``Refusal``
-that says ``is_not_yet``.
+Each ``Read`` is complete in itself. After the first one a connection carries reads only. A reader asks again while it
+gets a ``Refusal`` that says ``is_not_yet``.
 """
 
 from typing import Annotated, Literal

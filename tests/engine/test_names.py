@@ -4,6 +4,7 @@ import os
 import signal
 
 import pytest
+import torch
 from small_training import TIMEOUT_S, Training
 from support.catalogue import inventory_of
 from support.waiting import until
@@ -112,6 +113,7 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     os.kill(keeper, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
     assert training.engine.keep("kept") == 4
+    assert training.engine._is_to_be_stored(4, TIMEOUT_S)  # the next keeper knows the name
     assert training.engine._wait_ready(TIMEOUT_S)
     durable(training, 5, 8)
 
@@ -209,6 +211,24 @@ def test_a_name_for_a_capture_that_never_comes_is_said_to_be_unused(job, tmp_pat
         "the name 'next' is not as you asked for: no snapshot has it: training ended before it was captured"
         in caplog.text
     )
+    assert named(tmp_path) == {}
+
+
+def test_a_name_of_a_boundary_that_was_not_captured_goes_to_no_later_one(job, tmp_path, caplog):
+    training = job.start(tmp_path)
+    training.run(1, 1)
+    training.train()
+    assert training.engine.keep_best("loss", 0.5) == 2
+    batch = torch.randn(8, 6)
+    (training.model(batch) - batch).square().mean().backward()
+    assert not training.engine.boundary(2)  # its gradients wait for the next step
+
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    assert training.engine.boundary(3)
+
+    assert training.engine.close()
+    assert "no snapshot has it: step 2 was not captured" in caplog.text
     assert named(tmp_path) == {}
 
 
