@@ -82,7 +82,7 @@ def judge(engine, held, touched):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("round_", range(4))
+@pytest.mark.parametrize("round_", range(2))
 def test_nothing_wrong_is_loaded_and_what_is_whole_is_found(job, tmp_path, round_):
     first = job.start(tmp_path)
     held = {}

@@ -46,7 +46,7 @@ def steps_at(level):
     return [entry.step for entry in inventory_of(open_storage(str(level))).entries]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("share", [0.3, 1.0])
 def test_close_is_true_only_if_the_last_capture_is_on_storage(job, tmp_path, share):
     training = large(job, tmp_path)
     begin_and_cut(training, share)
@@ -56,9 +56,8 @@ def test_close_is_true_only_if_the_last_capture_is_on_storage(job, tmp_path, sha
     assert 4 in steps_at(tmp_path)
 
 
-@pytest.mark.parametrize("levels", [True, False])
-def test_flush_and_wait_tell_of_a_capture_that_the_keeper_has(job, tmp_path, levels):
-    training = large(job, *([tmp_path] if levels else []))
+def test_flush_and_wait_tell_of_a_capture_that_the_keeper_has(job, tmp_path):
+    training = large(job, tmp_path)
     begin_and_cut(training, 0.0)
 
     assert training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
