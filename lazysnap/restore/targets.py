@@ -66,7 +66,7 @@ class LiveTensors:
         try:
             self._expected = source.expected()
             self._resizable = source.resizable_names()
-            self._parameters_by_optimizer = source.optimizer_parameters()
+            self._parameters_by_path = source.optimizer_parameters()
             self._paths = sorted(source.named(), key=len, reverse=True)
         except StateError:
             raise
@@ -102,7 +102,7 @@ class LiveTensors:
         """Return the target of a tensor of the snapshot; ``None`` if it has none."""
         if name in self._live:
             return self._live[name]
-        for path, parameters in self._parameters_by_optimizer.items():
+        for path, parameters in self._parameters_by_path.items():
             prefix = f"{path}.state."
             number = name.removeprefix(prefix).split(".", 1)[0]
             if name.startswith(prefix) and number.isdecimal() and int(number) < len(parameters):
