@@ -124,13 +124,6 @@ def test_after_a_training_the_methods_of_the_trainer_are_its_own_again(new_train
     assert not hasattr(sys.modules["transformers.trainer"].skip_first_batches, "__wrapped__")
 
 
-def test_behind_a_training_its_directory_is_complete_and_may_be_deleted(new_trainer, tmp_path):
-    """The keeper has written its last event."""
-    new_trainer(lazysnap.LazyTrainerCallback(), max_steps=2).train()
-    [events] = (tmp_path / "out" / "_lazysnap").glob("events-*")
-    assert "goodbye" in events.read_text()
-
-
 def test_loggers_get_what_snapshots_cost_and_the_history_does_not(new_trainer):
     logs = Logs()
     trainer = new_trainer(lazysnap.LazyTrainerCallback(), logs)

@@ -682,6 +682,17 @@ def test_a_training_that_is_over_waits_for_the_keeper_that_is_told(keeper, clien
     assert not leaving.is_alive()
 
 
+def test_a_training_that_is_over_waits_for_the_end_of_its_keeper(client, begun):
+    """The keeper writes its last event until then; the program may delete the directory behind it."""
+    leaving = threading.Thread(target=client.leave, args=(Farewell.OVER, TIMEOUT_S))
+    leaving.start()
+    begun.state(lambda state: state.farewell is Farewell.OVER)
+    assert begun.read(timeout_s=0.1), "the trainer hung up"
+    begun.end()
+    leaving.join(TIMEOUT_S)
+    assert not leaving.is_alive()
+
+
 def test_a_training_that_is_over_wants_no_other_keeper_after_the_one_that_it_told_at_once(keeper, client, peer):
     peer.channel.close()
     searched = keeper.accept()
