@@ -483,9 +483,13 @@ class SnapshotEngine:
         if not self._config.levels:
             raise ConfigError(f"{call}: there is no persistent level that could keep a snapshot")
 
-    @property
     def _lost_names(self) -> Mapping[str, str]:
-        """Names that ``keep`` gave whose snapshot the first level will never have, and why, if that is known."""
+        """Return the names that ``keep`` gave whose snapshot the first level will never have, and why.
+
+        As the keeper knows now: between two boundaries, too.
+        """
+        if not self._shutdown.is_closed:
+            self._recorder.memory.follow_keeper()
         return self._recorder.memory.events.lost_names
 
     def release(self, name: str) -> None:

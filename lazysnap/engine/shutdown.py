@@ -44,8 +44,8 @@ class Shutdown:
     def statistics(self) -> Statistics:
         """See ``SnapshotEngine.statistics``."""
         if not self.is_closed:  # else the keeper was left, and nothing that it does is of this training
-            self._memory.follow_keeper()
             with self._boundaries.lock:
+                self._memory.follow_keeper()
                 self._recorder.count_ended()
                 self._recorder.count_preparation()
             self._statistics.last_whole_step = self._memory.newest_held_step()

@@ -24,6 +24,8 @@ def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
     """
     client = run.client
     newest = run.recorder.captures.newest_whole_step()
+    if newest is None and run.resumed is not None and run.resumed.step == step:
+        return run.resumed.durable_at is not None
     if newest is not None and newest >= step:
         key = StepKey(run.meta.start_number, newest)
 

@@ -21,7 +21,7 @@ from lazysnap import faults
 from lazysnap.errors import FormatError, LazySnapError, LevelError
 from lazysnap.levels.files import temp_name
 from lazysnap.levels.redaction import Redaction
-from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, level_error, probe_name
+from lazysnap.levels.storage import MAX_SMALL_BYTES, Storage, is_probe, level_error, probe_name
 from lazysnap.shard.checksum import BLOCK_BYTES, digest
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,12 @@ def part_bytes(size_bytes: int) -> int:
     """Return the size of a part: one block, or as many as ``MAX_PARTS`` requires."""
     blocks = -(-size_bytes // BLOCK_BYTES)
     return max(1, -(-blocks // MAX_PARTS)) * BLOCK_BYTES
+
+
+def temp_path(path: str) -> str:
+    """Return a hidden path, in the same directory, for an object being written."""
+    directory, slash, name = path.rpartition("/")
+    return f"{directory}{slash}{temp_name(name)}"
 
 
 def discard(file: Any) -> None:
@@ -213,7 +219,13 @@ class FsspecStorage(Storage):
     def put(self, path: str, data: bytes) -> None:
         """Upload a small object."""
         self.reach("put", path)
-        self._make(f"uploading {path}", path, "pipe_file", data)
+        action = f"uploading {path}"
+        if is_probe(path) or not self.abilities().shows_open_files:
+            self._make(action, path, "pipe_file", data)
+        else:
+            temp = temp_path(path)
+            self._make(action, temp, "pipe_file", data)
+            self.rename(temp, path)
         self.reach("put_done", path)
 
     def get(self, path: str) -> bytes:
@@ -343,8 +355,7 @@ class FsspecWriter:
         """The temporary name, until the object has its own."""
         self._file: Any = None
         if storage.abilities().shows_open_files:
-            directory, _, name = path.rpartition("/")
-            self._temp = f"{directory}/{temp_name(name)}"
+            self._temp = temp_path(path)
         try:
             self._file = storage.open_to_write(self._temp or path, size_bytes)
         except BaseException:
@@ -373,10 +384,13 @@ class FsspecWriter:
             storage.rename(self._temp, path)
             self._temp = ""
         storage.reach("uploaded", path)
-        size = storage.size(path)
-        if size != self._size:
+        try:
+            size = storage.size(path)
+            if size != self._size:
+                raise LevelError(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
+        except LevelError:
             storage.delete(path)
-            raise LevelError(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
+            raise
         self._file = None
 
     def close(self) -> None:

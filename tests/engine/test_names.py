@@ -155,10 +155,6 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
     training = slow_training(job, tmp_path)
     steps = {}
 
-    def has_lost_one():
-        training.engine.statistics()  # which counts what is new
-        return len(training.engine._lost_names) > 0
-
     # Memory holds one capture for storage, which takes seconds for each. Where training is as slow as that, all three
     # may be stored: then three others are named. Training goes on meanwhile: what is named may stay in memory, neither
     # stored nor lost, until a later capture needs its slot.
@@ -166,11 +162,11 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
         training.run(step, step)
         if step % 500 in (1, 2, 3):
             steps[f"n{step}"] = training.engine.keep(f"n{step}")
-        if has_lost_one():
+        if training.engine._lost_names():
             break
 
     assert training.engine.close()
-    lost = training.engine._lost_names
+    lost = training.engine._lost_names()
     assert lost
     assert named(tmp_path) == {name: step for name, step in steps.items() if name not in lost}
     for name in lost:

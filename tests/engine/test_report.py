@@ -225,4 +225,4 @@ def test_a_loop_that_begins_again_at_the_step_of_the_last_capture_captures_it(jo
     second = job.start(tmp_path, ready=False)
     assert second.engine.restore("latest").step == 24
     assert second.facts() == facts
-    assert second.engine._lost_names == {}
+    assert second.engine._lost_names() == {}

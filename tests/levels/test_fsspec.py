@@ -10,6 +10,7 @@ import uuid
 import fsspec
 import pytest
 from drivers import DRIVERS, ObjectStore, Talkative
+from fsspec.implementations.memory import MemoryFileSystem
 from s3_work import SHARD, SIZE, abandoned_after, blocks, download, pattern, upload
 from support.names import directory_of
 
@@ -49,13 +50,33 @@ def test_a_manifest_that_cannot_be_looked_at_is_not_taken_for_missing(place, a_d
     storage = FsspecStorage(f"losessight://{place}/run")
     upload(storage, pattern(SIZE))
     manifest = f"{SHARD}.json"
-    storage.put(manifest, b"{}")
+    storage._filesystem().pipe_file(storage._path(manifest), b"{}")
     assert not fsspec.filesystem("losessight").exists(f"/{place}/run/{manifest}")
 
     with pytest.raises(LevelError, match="no answer"):
         storage.delete_abandoned(SHARD, unless=manifest)
 
     assert hidden(storage) == [NAME, f"{NAME}.json"]
+
+
+def test_a_small_object_that_arrives_by_half_is_not_there_under_its_name(place, monkeypatch):
+    """As over sftp, where a file is visible before it is closed: half a manifest would look like a commit."""
+    storage = FsspecStorage(f"memory://{place}/run")
+    assert storage.abilities().shows_open_files
+    whole = MemoryFileSystem.pipe_file
+
+    def lost_by_half(self, path, value, **options):
+        whole(self, path, value[: len(value) // 2], **options)
+        raise OSError("the connection is lost")
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", lost_by_half)
+    with pytest.raises(LevelError, match="the connection is lost"):
+        storage.put(f"{SHARD}.json", b"{}")
+
+    assert not storage.exists(f"{SHARD}.json")
+    monkeypatch.undo()
+    storage.put(f"{SHARD}.json", b"{}")
+    assert storage.get(f"{SHARD}.json") == b"{}"
 
 
 @pytest.mark.slow

@@ -98,15 +98,17 @@ class Directories:
         with self._state.as_checkpoint(directory, safe_serialization=safe_serialization):
             names[place] = name
             is_captured = capture()
-        if earlier_name is not None:
-            engine.release(earlier_name)
         is_kept = is_captured and engine.keep(name) == engine.step
         is_stored_later = is_kept and engine._is_to_be_stored(engine.step, _KEPT_WITHIN_S)
         if not all(gather_object([is_stored_later])):
             if is_kept:
                 engine.release(name)  # else a later snapshot would get the name
             del names[place]
+            if earlier_name is not None:
+                names[place] = earlier_name  # until stock has written the directory
             return False
+        if earlier_name is not None:
+            engine.release(earlier_name)
         assert engine.run_id is not None
         named = Named(engine._config.levels[0].url, engine.run_id, engine.step)
         self._by_main(functools.partial(name_snapshot, place, named))
@@ -146,8 +148,9 @@ class Directories:
             return self._finish_export(save, save.process)
         if not save.is_current:
             return True
-        if save.name in engine._lost_names:
-            self._fail(save, f"{engine._lost_names[save.name]}; save it again")
+        lost_names = engine._lost_names()
+        if save.name in lost_names:
+            self._fail(save, f"{lost_names[save.name]}; save it again")
             return True
         levels = engine._client.state.levels
         is_durable = bool(levels) and save.key in levels[0].complete
