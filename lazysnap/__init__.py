@@ -1,4 +1,4 @@
-"""Checkpointing that is free and loss-proof: lazy captures, memory that outlives the process, exact resume.
+"""Checkpoints for PyTorch: lazy captures into memory that outlives the process, and exact resume.
 
 Importing this package imports neither torch nor a framework; names are loaded when they are first used.
 """

@@ -14,7 +14,7 @@ from lazysnap.memory.slots import TrainerSlot
 
 
 class Captures:
-    """All methods are called on the training thread.
+    """Used under the engine's lock: on the training thread, and on that of preemption at the end.
 
     On a CPU the gate leaves no capture in flight. On a device it leaves one: the host continues while the device
     copies, until the next gate. So when a capture begins, the capture before is whole (docs/architecture.md, *How many

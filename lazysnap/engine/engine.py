@@ -358,7 +358,8 @@ class SnapshotEngine:
         Raises: at the first boundary StateError, for a value that cannot be encoded, and KeeperError, where memory is
             required and cannot be had; JobBusy, if the same job runs already on this node; ConfigError after the end,
             or while a graph is being captured; SystemExit, when the training is preempted (docs/preemption.md); what
-            code of the program raises in it, such as ``state_dict``. Nothing else.
+            code of the program raises in it, such as ``state_dict``; WaitTimeout at the first boundary, if memory is
+            required and another rank is missing.
         """
         self._check_open("boundary")
         if step is None:
@@ -520,7 +521,7 @@ class SnapshotEngine:
         ``"protected"`` and ``"durable"`` are for all ranks: all wait for the same step, and all must have captured it.
 
         Args:
-            step: the step, or a later one; default: the last capture that began.
+            step: the step, or a later one; default: the last capture that began, else the step that was resumed.
             until: ``"captured"``: whole in the memory of this rank. ``"protected"``: survives the loss of a node.
                 ``"durable"``: complete at the first level.
             timeout_s: seconds to wait at most.
@@ -579,14 +580,14 @@ class SnapshotEngine:
             engine.close()  # the end of ``with engine`` does it
 
         The last step is captured also between the steps of ``every_n_steps``, unless weights changed after its
-        boundary. If the result is False, memory stays as after a crash, and a restart finds it; memory of earlier
-        starts stays also where this start captured nothing.
+        boundary. Memory is freed once the newest capture is stored at every level. Else it stays as after a crash, and
+        a restart finds it; memory of earlier starts stays also where this start captured nothing.
 
-        Collective. Blocks: at most ``collective_timeout_s`` for other ranks, ``drain_timeout_s`` for storage, and then
-        ``io_timeout_s`` for the keeper.
+        Collective. Blocks: at most ``collective_timeout_s`` for other ranks, ``drain_timeout_s`` for storage, and a few
+        times ``io_timeout_s`` for copies, names and the keeper.
 
         Args:
-            drain: False captures nothing, and waits for no storage.
+            drain: False captures nothing, and waits for no storage: the keeper goes on storing.
             progress: called with the bytes that levels have, and the bytes that all of them are to have.
 
         Returns: False if the last step that was due was not captured, or not stored at every level, if another rank is

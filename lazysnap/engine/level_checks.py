@@ -1,8 +1,8 @@
 """The levels that are one place for all nodes: what several nodes hold is stored once there.
 
-Object stores are one place, if all nodes were given the same URL. Whether a path is, is tried: rank 0 writes a small
-file of a new name, and one rank of each node looks for it. Where that fails, or takes too long, each node stores all
-that it holds.
+Object stores are one place, if all nodes were given the same URL. A path is tested: rank 0 writes a small file with
+a new name, and one rank of each node looks for it. If the test fails or takes too long, each node stores all that it
+holds.
 """
 
 import logging

@@ -43,8 +43,8 @@ class MessageRow:
     counter: str = ""
     """Field of ``Statistics`` that counts it."""
     is_lasting: bool = False
-    """True for trouble that is reported once until it is over; without a message for its end again and again, after a
-    minute, then every ten."""
+    """True for trouble that lasts. With ``over`` it is reported once, until it is over. Without, it is reported again
+    after a minute, then every ten."""
     of: str = ""
     """The value that distinguishes the troubles of this row, such as the level."""
 

@@ -152,7 +152,8 @@ class Recorder:
         """True if the boundary after ``step`` is to be captured."""
         if step == self.last_step:
             return False
-        # Of the step alone: on all ranks alike. The first boundary shows whether the state can be captured at all.
+        # Of the step, and of calls that all ranks make alike (``force``, ``keep``): so all ranks answer alike. The
+        # first boundary shows whether the state can be captured at all.
         is_first = self.last_step is None
         return is_first or step % self._config.every_n_steps == 0 or force or bool(self._names_for_next)
 

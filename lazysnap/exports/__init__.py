@@ -1,4 +1,4 @@
-"""Snapshots in the formats of other tools: safetensors, Lightning, ``torch.save``, DCP, Accelerate.
+"""Snapshots in the formats of other tools: safetensors, Hugging Face, Lightning, ``torch.save``, DCP, Accelerate.
 
 Nothing here needs the code of the model. Torch, which takes seconds, is imported for a format that needs it:
 ``safetensors`` and ``huggingface`` do not.

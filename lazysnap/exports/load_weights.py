@@ -32,7 +32,8 @@ def load_weights(
 
     Only the weights are read, from files of any number of ranks, and checksums are compared. Sharded tensors are whole,
     tied ones are one tensor. No keeper and no process group is needed. If the training that writes there deletes the
-    snapshot meanwhile, the next newest is read. Blocks.
+    snapshot meanwhile, the next newest is read. Blocks, without a
+    deadline: a mount that hangs is waited for.
 
     Args:
         url: the path or URL of a level, as in ``PersistentLevel``.

@@ -58,7 +58,10 @@ def start_export(directory: str, level: PersistentLevel, superseded: Sequence[st
 
 
 def main() -> int:
-    """Export to the directory that standard input names, unless it was deleted. Return the exit code. Blocks."""
+    """Export to the directory that standard input names, unless it was deleted. Return the exit code. Blocks.
+
+    Superseded checkpoints are deleted first, as Accelerate does: their space may be needed.
+    """
     arguments = json.load(sys.stdin)
     for path in arguments["superseded"]:
         shutil.rmtree(path, ignore_errors=True)

@@ -83,7 +83,10 @@ def attach(
 
 
 class Patches:
-    """A stack of methods that are replaced for a while. Only instances are changed, never classes."""
+    """A stack of methods and functions that are replaced for a while. Classes are never changed.
+
+    A replaced function of a module affects all its callers in the process: the replacement checks whose call it is.
+    """
 
     def __init__(self, is_on: Callable[[], bool] | None = None) -> None:
         """``is_on``: called at each call of a replaced method; if it returns ``False``, the original alone runs."""

@@ -528,7 +528,7 @@ class _Search:
                     if plan.world_size > 1:
                         of_rank = f" of rank {entry.rank}"
                     self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
-            if isinstance(part, Snapshot) or not part.is_refusal:
+            if isinstance(part, Snapshot) or not part.may_try_others:
                 return part
             is_of_decoder = is_of_decoder or part.is_of_decoder
 

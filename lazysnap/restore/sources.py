@@ -34,8 +34,8 @@ class Failure:
     """Why something cannot be read."""
 
     text: str
-    is_refusal: bool = False
-    """True if one source was refused: another one may have the same. Else no source would help."""
+    may_try_others: bool = False
+    """True if another source may have the shard whole. False: no source would help."""
     is_of_decoder: bool = False
     """True if a decoder of the program raised."""
 
@@ -89,7 +89,7 @@ class Sources:
     def open(self, entry: Entry) -> "OpenShard | Failure":
         """Open a shard. Blocks."""
         if entry in self.failures:
-            return Failure(self.failures[entry], is_refusal=True)
+            return Failure(self.failures[entry], may_try_others=True)
         if entry not in self._opened:
             where = _where(entry)
             try:
@@ -127,7 +127,7 @@ class Sources:
         self.failures[entry] = text
         if isinstance(error, FileNotFoundError):
             self.has_vanished = True
-        return Failure(text, is_refusal=True, is_of_decoder=isinstance(error, DecoderError))
+        return Failure(text, may_try_others=True, is_of_decoder=isinstance(error, DecoderError))
 
 
 def _where(entry: Entry) -> str:

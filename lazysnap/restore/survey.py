@@ -3,8 +3,9 @@
 Names come first. One rank lists a URL, and one rank of each node lists a path. Nodes that see the same directories,
 inode and times included, share one place and its work. The ranks of a node share a disk that only this node sees.
 
-All ranks receive the results of each rank. So of equal listings one is sent, and the manifests of the newest snapshots
-are read first: a restart needs no others unless these are damaged. See ``restore.offers`` for the messages.
+All ranks receive the results of each rank. If several ranks have equal listings, one of them sends it. The manifests
+of the newest snapshots are read first: a restart needs no others unless these are damaged. See ``restore.offers`` for
+the messages.
 """
 
 import dataclasses
@@ -134,7 +135,7 @@ class Survey:
     def read_newest(
         self, problems: list[str], patience_s: float | None = None, is_wanted: IsWanted | None = None
     ) -> list[Inventory]:
-        """Return the contents of all levels, as to the newest snapshots: the same list on each rank. Collective.
+        """Return the contents of all levels, with the newest manifests; the same on each rank. Collective.
 
         Args:
             problems: receives a line for each part that this rank could not read.

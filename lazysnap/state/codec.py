@@ -138,7 +138,7 @@ class Encoder:
         return function(value)
 
     def _enter(self) -> None:
-        """Enter a container; the caller decrements ``depth`` at its end."""
+        """Enter a container; the caller decrements ``_depth`` at its end."""
         self._depth += 1
         if self._depth > MAX_STATE_DEPTH:
             where = path_text(self.path[:_PATH_SHOWN])
@@ -424,7 +424,7 @@ class _Decoder:
         self.depth = 0
 
     def enter(self) -> None:
-        """Enter a container; the caller decrements ``depth`` at its end."""
+        """Enter a container; the caller decrements ``_depth`` at its end."""
         self.depth += 1
         if self.depth > MAX_STATE_DEPTH:
             raise FormatError(f"the small state is nested more than {MAX_STATE_DEPTH} deep")

@@ -74,7 +74,7 @@ class Latest:
             self._state.accept(snapshot.state)
 
     def restore_training_state(self, original: Callable[[], Any]) -> None:
-        """Replace the connector's method. Collective. Raises: as ``SnapshotEngine.load``."""
+        """Replace the connector's method. Collective. Raises: as ``SnapshotEngine._load``."""
         connector = self._connector
         snapshot = self._snapshot
         # Tuners that run first (LR finder) restore a file of their own, and drop the state that was accepted.
