@@ -13,6 +13,7 @@ from support.image import write_shard
 
 from lazysnap.errors import LevelError
 from lazysnap.levels.local import LocalStorage
+from lazysnap.levels.storage import probe_name
 from lazysnap.levels.store import open_storage
 
 NAME = "step-00000001/shard"
@@ -72,6 +73,12 @@ def blocks(storage: LocalStorage) -> None:
     (temporary,) = os.listdir(os.path.join(storage.url, "step-00000001"))
     say(os.stat(os.path.join(storage.url, "step-00000001", temporary)).st_blocks)
     writer.close()
+
+
+def small(storage: LocalStorage) -> None:
+    """Write a small object directly at the level, as a probe does."""
+    storage.put(probe_name(), b"probe")
+    say("written")
 
 
 if __name__ == "__main__":

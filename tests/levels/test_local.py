@@ -247,6 +247,19 @@ def test_a_disk_that_dies_in_the_middle_of_a_write_loses_that_snapshot_only(disk
 
 @pytest.mark.slow
 @needs_root
+def test_the_directory_above_a_level_need_not_be_readable(open_to_all, child):
+    """Else a level that failed once would never pass a probe."""
+    parent = open_to_all / "closed"
+    run = parent / "run"
+    run.mkdir(parents=True)
+    os.chown(run, NOBODY, NOBODY)
+    parent.chmod(0o711)
+
+    assert child("small", run, f"uid={NOBODY}").line() == "written"
+
+
+@pytest.mark.slow
+@needs_root
 def test_rights_lost_in_the_middle_of_a_run_are_named_and_come_back(open_to_all, child):
     run = open_to_all / "run"
     writer = child("snapshots", run, f"uid={NOBODY}")
