@@ -138,12 +138,13 @@ def test_a_level_that_fails_shows_failure_and_queue_until_it_works_again(job, st
 
 @pytest.mark.slow
 def test_what_is_being_stored_is_shown_with_its_progress(job, of_job):
-    trainer = job.trainer(levels=[job.level(max_bytes_per_s=200_000)], size=12_000_000)
+    # The first block passes at once, the second one waits for more than a minute.
+    trainer = job.trainer(levels=[job.level(max_bytes_per_s=200_000)], size=20_000_000)
     trainer.capture(step=7, must=True)
 
     [level] = of_job(lambda found: found["levels"][0]["storing_step"] == 7)["levels"]
 
-    assert 0 <= level["moved_bytes"] <= level["total_bytes"] == 12_004_096
+    assert 0 <= level["moved_bytes"] <= level["total_bytes"] == 20_004_096
 
 
 @pytest.mark.slow
