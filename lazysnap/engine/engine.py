@@ -490,7 +490,8 @@ class SnapshotEngine:
         As the keeper knows now: between two boundaries, too.
         """
         if not self._shutdown.is_closed:
-            self._recorder.memory.follow_keeper()
+            with self._boundaries.lock:
+                self._recorder.memory.follow_keeper()
         return self._recorder.memory.events.lost_names
 
     def release(self, name: str) -> None:

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 import torch
-from small_training import TIMEOUT_S, Training
+from small_training import TIMEOUT_S, Training, end
 from support.catalogue import inventory_of
 from support.waiting import until
 
@@ -226,6 +226,17 @@ def test_a_name_of_a_boundary_that_was_not_captured_goes_to_no_later_one(job, tm
     assert training.engine.close()
     assert "no snapshot has it: step 2 was not captured" in caplog.text
     assert named(tmp_path) == {}
+
+
+def test_a_step_that_was_resumed_from_storage_is_durable_before_anything_is_captured(job, tmp_path):
+    training = job.start(tmp_path)
+    training.run(1, 2)
+    end(training)
+
+    engine = job.start(tmp_path, ready=False).engine
+
+    assert engine.restore("latest").step == 2
+    assert engine.wait(until="durable", timeout_s=TIMEOUT_S)
 
 
 def test_names_that_are_none_are_refused(job, tmp_path):
