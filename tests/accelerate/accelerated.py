@@ -214,8 +214,12 @@ def main():
                 with accelerator.accumulate(model):
                     loss = (model(values) - values).square().mean()
                     accelerator.backward(loss)
-                    if dies_after and accelerator.sync_gradients and progress["steps"] - begins == dies_after:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                    if dies_after and accelerator.sync_gradients:
+                        # The steps are over before there is memory to capture into.
+                        assert accelerator.engine._wait_ready(60)
+                        if progress["steps"] - begins == dies_after:
+                            assert accelerator.engine.wait(until="captured", timeout_s=60)
+                            os.kill(os.getpid(), signal.SIGKILL)
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()

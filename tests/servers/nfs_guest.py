@@ -19,6 +19,7 @@ sys.path.extend(str(above) for above in pathlib.Path(__file__).parents[1:3])
 from support.catalogue import inventory_of
 from support.image import Image, write_shard
 
+from lazysnap.levels import leftovers
 from lazysnap.levels.blocks import read_node_file
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import map_anonymous
@@ -214,7 +215,7 @@ def _die(talk: Conversation, hold) -> None:
 
 
 def sweep(talk: Conversation, url: str) -> list:
-    return sweep(_store(url))
+    return leftovers.sweep(_store(url))
 
 
 def storage(talk: Conversation, url: str, method: str, *arguments):
