@@ -58,8 +58,8 @@ class Capture:
         """Copies from devices: the place in the image where a copy begins, and a function that blocks until its bytes
         are there."""
         self.device_copies: list[tuple[torch.Event, torch.Event]] = []
-        """Events before and behind all copies of each device, also where queueing them failed. A copy that no device
-        orders before what training does behind the gate is none of them until it is over."""
+        """Events before and after all copies of each device, also where queueing them failed. A copy that no device
+        orders before what training does after the gate is none of them until it is over."""
         self.cpu_sources_read = threading.Event()
         """Set when no tensor in CPU memory is read any more: these may change again."""
         self.released = threading.Event()
@@ -105,7 +105,7 @@ class Capture:
         return names
 
     def pass_gate(self) -> None:
-        """Compare the sources for the last time: what is queued from now on is ordered behind the copies, and may
+        """Compare the sources for the last time: what is queued from now on is ordered after the copies, and may
         change them. A capture whose sources changed is dropped.
         """
         with self._lock:

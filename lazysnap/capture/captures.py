@@ -71,7 +71,7 @@ class Captures:
         return next(iter(self.whole_steps()), None)
 
     def is_held(self, step: int) -> bool:
-        """True if the keeper holds the capture of ``step``: it is not written over before it is stored."""
+        """True if the keeper holds the capture of ``step``: it is not overwritten before it is stored."""
         capture = self.of_step(step)
         if capture is None:
             return False
@@ -80,7 +80,7 @@ class Captures:
 
     @property
     def has_lost_newest(self) -> bool:
-        """True if the capture that began last was dropped, then or later; behind the gate."""
+        """True if the capture that began last was dropped, then or later; after the gate."""
         newest = self.newest
         return newest is not None and not _is_whole_in_slot(newest)
 

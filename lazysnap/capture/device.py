@@ -6,10 +6,10 @@ the trainer; no second host copy. Sequence at a boundary:
 1. on the compute stream: frozen tensors are compared with their bytes in the slot (``capture.frozen``), and skipped
    below; eager tensors (they may change in forward) are copied into a staging buffer on the device, or to the host
    beyond ``STAGED_BYTES``;
-2. the side stream waits for an event recorded behind step 1; so it also waits for the optimizer's kernels;
+2. the side stream waits for an event recorded after step 1; so it also waits for the optimizer's kernels;
 3. on the side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
    to the host, in file order, events in between. The copy thread waits for these events;
-4. the gate makes the compute stream wait for an event behind all copies: no host thread blocks.
+4. the gate makes the compute stream wait for an event after all copies: no host thread blocks.
 
 Into a slot that is not page-locked the copy thread copies instead of the side stream, through its own page-locked
 buffers (``reader``). The gate then waits for the copy thread, as for copies from a CPU.
@@ -85,7 +85,7 @@ class DeviceCopier:
                 capture.arrivals.append((capture.plan.layout.size_bytes, partial(self._end, capture, before)))
 
     def gate(self) -> tuple[torch.Event, torch.Event]:
-        """Let the compute stream wait until the copies are done. Return the events before and behind its wait."""
+        """Let the compute stream wait until the copies are done. Return the events before and after its wait."""
         compute = torch.accelerator.current_stream(self._device)
         before = torch.Event(self._device, enable_timing=True)
         behind = torch.Event(self._device, enable_timing=True)
@@ -128,7 +128,7 @@ class DeviceCopier:
 
     def _prepare(self, plan: CapturePlan) -> None:
         """Find the runs of adjacent tensors and make their staging buffers, once per plan."""
-        # Buffers of the last plan return to the compute stream, which passed the gate behind the copies from them.
+        # Buffers of the last plan return to the compute stream, which passed the gate after the copies from them.
         self._plan = None
         self._large = {True: [], False: []}
         self._runs = []

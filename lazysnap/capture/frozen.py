@@ -47,7 +47,7 @@ class _FrozenImage:
 
 
 class FrozenTensors:
-    """The frozen tensors of one plan on one device. Used on the training thread, but for ``_compare``.
+    """The frozen tensors of one plan on one device. Used on the training thread, except ``_compare``.
 
     Example::
 
@@ -119,7 +119,7 @@ class FrozenTensors:
     def check(self, capture: Capture, unchanged: Iterable[int]) -> None:
         """Have the capture dropped if one of these records changed. Queues a copy on the current stream.
 
-        Does not wait for the device: the copy thread does, before anything behind their bytes counts as copied.
+        Does not wait for the device: the copy thread does, before anything after their bytes counts as copied.
         """
         if self._differences is None:
             return

@@ -160,7 +160,7 @@ def _is_marked(gradient: torch.Tensor) -> bool:
 
 
 def _changed_since_step(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients that changed since the last step, or since they were cleared behind it."""
+    """Return the gradients that changed since the last step, or since they were cleared after it."""
     changed = []
     for gradient in _gradients(optimizer):
         version = getattr(gradient, _STEPPED, None)

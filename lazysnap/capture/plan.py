@@ -124,7 +124,7 @@ class CapturePlan:
 
     @cached_property
     def lazy(self) -> list[int]:
-        """Records that are copied beside training, in the order of the walk."""
+        """Records that are copied during training, in the order of the walk."""
         return [index for index, record in enumerate(self.records) if record.lazy]
 
     @cached_property
@@ -273,7 +273,7 @@ def optimizer_signature(source: StateSource) -> object:
 
 
 def lazy_keys(source: StateSource) -> set[Key]:
-    """Return the memory that changes only behind the gate."""
+    """Return the memory that changes only after the gate."""
     tensors = list(source.lazy_tensors())
     for optimizer in source.optimizers():
         for group in optimizer.param_groups:

@@ -118,7 +118,7 @@ class StepStored(TaskEnded):
 
 @dataclass(frozen=True)
 class NamesSet(TaskEnded):
-    """Names were given and taken away, but for those that the level does not take."""
+    """Names were given and taken away, except those that the level does not take."""
 
     refused: tuple[NameRefusal, ...] = ()
 
@@ -209,7 +209,7 @@ class MakeSlot:
 
 @dataclass(frozen=True)
 class FreeSlot:
-    """Close a slot that its trainer returned. A task that reads it goes on reading."""
+    """Close a slot that its trainer returned. A task that reads it keeps reading."""
 
     rank: int
     slot_id: int
@@ -226,7 +226,7 @@ class VoidSlot:
 
 @dataclass(frozen=True)
 class BeginJob:
-    """Serve a training with these settings from now on. Its levels take the place of the earlier ones, whose tasks were
+    """Serve a training with these settings from now on. Its levels replace the earlier ones, whose tasks were
     cancelled.
     """
 
@@ -257,7 +257,7 @@ class Hold:
     sequence: int
     """The capture that is held: a later one in the same slot is not."""
     num_kept: int
-    """Newest whole captures that the trainer does not write over: all of them, once it captures nothing more."""
+    """Newest whole captures that the trainer does not overwrite: all of them, once it captures nothing more."""
 
 
 @dataclass(frozen=True)

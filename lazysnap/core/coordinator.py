@@ -15,7 +15,7 @@ Only a node's word cancels a grant, never a clock: a node that is slow may have 
 One storage level reads slots: the fastest one that works. Slower levels copy from the next faster one, and so hold no
 slot. Redundancy reads the same step as that level, where it is due for both: then one slot serves both. A step that is
 due before another granted one is granted beside it, unless storage missed a step before: memory is full while
-redundancy works, so storage would miss the next one, too. A required step takes the place of one that nobody requires.
+redundancy works, so storage would miss the next one, too. A required step replaces one that nobody requires.
 """
 
 from collections.abc import Sequence
@@ -343,7 +343,7 @@ class Coordinator:
     def _find_overtaken(self, ranks: Sequence[RankView]) -> None:
         """Let go of the grants that nobody requires where a required step could be stored at once.
 
-        Once nobody trains any more nothing is written over, and one step is stored after the other.
+        Once nobody trains any more nothing is overwritten, and one step is stored after the other.
         """
         is_training = self._is_training_on_all()
         first = self._key_to_read_first(ranks)
@@ -367,7 +367,7 @@ class Coordinator:
     def _may_be_overtaken(self, index: int) -> bool:
         """Return True if a level reads slots for a step that lies ahead, or that nobody requires.
 
-        Memory has one slot to spare for what is read: what somebody requires would be written over meanwhile.
+        Memory has one slot to spare for what is read: what somebody requires would be overwritten meanwhile.
         """
         level = self.levels[index]
         return level.reads_slots and (level.is_ahead or level.grant not in self._required_at(index))
@@ -455,7 +455,7 @@ class Coordinator:
         return required
 
     def _give_up_what_is_gone(self, ranks: Sequence[RankView]) -> None:
-        """Training goes on: a required step that was begun, and is neither in memory nor at a level, never will be.
+        """Training continues: a required step that was begun, and is neither in memory nor at a level, never will be.
 
         Also while a level is granted another step: who waits for the one that is gone may never begin the other one.
         """
@@ -546,7 +546,7 @@ class Coordinator:
         return all(self._is_level_drained(index) for index in range(len(self.levels)))
 
     def _is_level_drained(self, index: int) -> bool:
-        """Return True if a level has what must be stored, but for what it can never have."""
+        """Return True if a level has what must be stored, except what it can never have."""
         level = self.levels[index]
         if level.is_redundancy:
             return True

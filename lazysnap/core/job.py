@@ -98,7 +98,9 @@ class JobCore:
         self._rescued: StepKey | None = None
         """The capture that is required because processes are about to be killed."""
         self._first_begun = StepKey(0, -1)
-        """The step from which the present start goes on, or the newest one that it had begun when it was seen first."""
+        """The step from which the present start continues, or the newest one that it had begun when it was seen
+        first.
+        """
         self._protected_at = now
         """Time at which something was protected last, or nothing was due."""
         self._actions: list[Action] = []
@@ -141,7 +143,7 @@ class JobCore:
             level.moved(number, now)
 
     def abandon_all(self) -> list[Action]:
-        """Give up all tasks: another job takes the place of this one."""
+        """Give up all tasks: another job replaces this one."""
         actions: list[Action] = []
         for level in self.level_tasks:
             actions += level.abandon()
@@ -197,7 +199,7 @@ class JobCore:
         """
         if is_served:
             self._received_at = now
-            if self._is_alone:  # the job goes on, and with it the other nodes
+            if self._is_alone:  # the job continues, and with it the other nodes
                 self.coordinator = None
                 self.node.forget_orders()
                 if self.settings.node == COORDINATOR_NODE:

@@ -36,7 +36,7 @@ class LevelGrants:
     named: set[StepKey] = field(default_factory=set)
     """Snapshots that have a name here."""
     is_open: bool = False
-    """True once every node reported which files it has, and for ever from then on. Before that nothing is granted,
+    """True once every node reported which files it has, and forever from then on. Before that nothing is granted,
     cancelled or deleted."""
     grant: StepKey | None = None
     source: int | None = None
@@ -56,7 +56,7 @@ class LevelGrants:
     is_ahead: bool = True
     """True if the granted step was not begun when it was granted, or nobody knows: a miss does not give it up then."""
     is_overtaken: bool = False
-    """True once a required step is to be read before the granted one. Nodes let go of the grant then, which is no
+    """True once a required step is to be read before the granted one. Nodes release the grant then, which is no
     miss. It stays True until the grant is over."""
     due_start: int = 0
     """The start for which ``due_at`` was set; 0: none. In any other one the level is due at once."""

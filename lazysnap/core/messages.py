@@ -107,7 +107,7 @@ class JobSettings(Struct, frozen=True):
     redundancy: RedundancySettings | None = None
     capture_every_n_steps: int = 1
     num_kept: int = 1
-    """K: newest whole captures that are never written over. See ``memory.slot_choice``."""
+    """K: newest whole captures that are never overwritten. See ``memory.slot_choice``."""
     ranks: tuple[int, ...] = (0,)
     """Numbers of the ranks of the node among all ranks, by local rank."""
     world_size: int = 1
@@ -135,7 +135,7 @@ class PeerSettings(Struct, frozen=True):
     node: int
     """Number of the node that gets this."""
     secret: str
-    """See ``peers.secret``. It is drawn anew for each start."""
+    """See ``peers.secret``. It is drawn again for each start."""
     addresses: tuple[PeerAddress, ...]
     """One address for each node."""
 
@@ -172,7 +172,7 @@ class TrainerState(Struct, frozen=True, tag="trainer"):
     start: int = 0
     """Id of the start; 0 while the trainer still restores."""
     step: int = -1
-    """Step from which this start goes on; -1 before the first."""
+    """Step from which this start continues; -1 before the first."""
     job: JobSettings | None = None
     """None while the trainer still restores."""
     source: str = ""
@@ -330,7 +330,7 @@ class Report(Struct, frozen=True, tag="report"):
     levels: tuple[LevelReport, ...]
     required: tuple[StepKey, ...] = ()
     names: tuple[NamedStep, ...] = ()
-    """Names that trainers want, given or not: one that is sent only until it is answered would be asked for again."""
+    """Names that trainers want, given or not: one that is sent only until it is answered would be requested again."""
     protect: tuple[StepKey, ...] = ()
     """Steps that trainers want protected by other nodes."""
     is_preempted: bool = False
@@ -360,7 +360,7 @@ class LevelOrder(Struct, frozen=True, array_like=True):
     so never begin the granted one (preemption): a node that has not begun it gives it up.
     """
     is_open: bool
-    """False while a new coordinator does not know yet what all nodes have. Then a node goes on as it is."""
+    """False while a new coordinator does not know yet what all nodes have. Then a node continues as it is."""
     is_failing: bool = False
     """True while the level does not work on some node."""
 

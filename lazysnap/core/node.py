@@ -34,7 +34,7 @@ class RankView(Struct, frozen=True):
     start: int
     """The newest start of which a trainer came."""
     begun: int
-    """Newest step that was begun in this start; before the first one the step from which the start goes on."""
+    """Newest step that was begun in this start; before the first one the step from which the start continues."""
     is_capturing: bool
     """True if its trainer may still begin a capture."""
     num_kept: int
@@ -89,7 +89,7 @@ def whole_on_all(ranks: Sequence[RankView]) -> set[StepKey]:
 
 
 def newest_begun(ranks: Sequence[RankView]) -> StepKey:
-    """Return the newest step that a rank of the node began; of a start without a step, that from which it goes on."""
+    """Return the newest step that a rank of the node began; of a start without a step, that from which it continues."""
     newest = StepKey(0, -1)
     for rank in ranks:
         newest = max(newest, StepKey(rank.start, rank.begun))
@@ -123,7 +123,7 @@ def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
             return True
         if rank.start == key.start and rank.begun >= key.step:
             return True
-        # As long as others capture, a step ahead is not missed: the next grant would be missed too, and so on for ever.
+        # As long as others capture, a step ahead is not missed: the next grant would be missed too, and so on forever.
         if not rank.is_capturing and (is_begun or not is_anybody_capturing):
             return True
     return False
@@ -269,7 +269,7 @@ class NodeLevel:
             self.progress = GrantProgress.FAILED
 
     def become_slotless(self) -> None:
-        """A rank has no slot for redundancy any more: its captures go on, and what was protected is so no more."""
+        """A rank has no slot for redundancy any more: its captures continue, and what was protected is so no more."""
         assert self.is_redundancy
         self.has_slots = False
         self.leftovers |= self.stored
@@ -386,7 +386,7 @@ class Node:
         return sorted(keys.difference(self.order.lost))
 
     def keys_to_hold(self, required: Sequence[StepKey], num_spare: int) -> set[StepKey]:
-        """Return the captures that must not be written over.
+        """Return the captures that must not be overwritten.
 
         Args:
             required: steps that must be stored and are not answered yet.

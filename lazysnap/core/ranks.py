@@ -4,7 +4,7 @@
 
     ABSENT, DEAD or ENDED ──a trainer──────────────────────> ATTACHED
     ATTACHED ──connection lost─────────────────────────────> AWAY
-    AWAY ──it connects again, or another takes its place───> ATTACHED
+    AWAY ──it connects again, or another replaces it───> ATTACHED
     ATTACHED or AWAY ──process died────────────────────────> DEAD
     ATTACHED ──left────────────────────────────────────────> DEAD
     ATTACHED ──the training is over────────────────────────> ENDED
@@ -25,7 +25,7 @@ MEMORY_RETRY_S = 5.0
 MEMORY_WAIT_S = 0.5
 """Pause where only slots of another size are in the way: their trainer is about to return them."""
 AWAY_GRACE_S = 1.5
-"""A trainer that lives, and lost its connection, is back sooner. Until then no other process takes its place."""
+"""A trainer that lives, and lost its connection, is back sooner. Until then no other process replaces it."""
 
 
 class Presence(enum.Enum):

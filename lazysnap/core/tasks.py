@@ -87,7 +87,7 @@ class LevelTasks:
     def is_idle(self, names: Set[NamedStep], released: Set[str]) -> bool:
         """Return True if nothing is left to do, or the level does not work and so nothing can be done.
 
-        What a thread that hangs works on is left alone: waiting for it could keep the process for ever.
+        What a thread that hangs works on is left alone: waiting for it could keep the process forever.
 
         Args:
             names: see ``decide``.
@@ -105,7 +105,7 @@ class LevelTasks:
         return None
 
     def abandon(self) -> list[Action]:
-        """Give up the task that runs: the keeper begins a training with other settings, and this is of no use."""
+        """Give up the task that runs: the keeper begins a training with other settings, and this is useless."""
         if self.task is None:
             return []
         return [self._abandon(self.task)]
@@ -135,7 +135,7 @@ class LevelTasks:
         if isinstance(event, Failed):
             self._fail(task, event.text, now)
         elif isinstance(event, Missed) and isinstance(task, WriteLevel):
-            # Of a cancelled write the step may be granted anew already: that grant waits for its own write.
+            # Of a cancelled write the step may be granted again already: that grant waits for its own write.
             if self.level.progress is GrantProgress.WRITING:
                 self.level.become_missed(task.key)
             self._leave_behind(task)

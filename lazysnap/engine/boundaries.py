@@ -1,4 +1,4 @@
-"""The calls round every optimizer step, ``boundary`` and ``gate``, and what makes memory ready for the first."""
+"""The calls around every optimizer step, ``boundary`` and ``gate``, and what makes memory ready for the first."""
 
 import logging
 import threading
@@ -112,7 +112,7 @@ class Boundaries:
         return began
 
     def _pass(self, step: int, *, is_forced: bool) -> bool:
-        """Pass the boundary behind ``step``. Returns: True if a capture of it began. Under ``lock``."""
+        """Pass the boundary after ``step``. Returns: True if a capture of it began. Under ``lock``."""
         is_last = self._preemption.ends_training
         self._check_boundary_in_graph()
         self.gate()
@@ -329,7 +329,7 @@ class Boundaries:
     def finish_copies(self) -> None:
         """``gate``, then wait for what devices still copy. Blocks: at most twice ``io_timeout_s``."""
         self.gate()
-        self.gate()  # behind the gate only a device can still be copying
+        self.gate()  # after the gate only a device can still be copying
 
     def wait_captured(self, step: int, timeout_s: float) -> bool:
         """Block until the capture of ``step`` is whole in the memory of a live keeper; ``False`` after the deadline, or
@@ -356,13 +356,13 @@ class Boundaries:
         if self.lock.acquire(timeout=min(_SEAL_S, timeout_s)):
             try:
                 self._captures.finish(timeout_s / 2)
-                self._captures.finish(timeout_s / 4)  # behind the gate only a device can still be copying
+                self._captures.finish(timeout_s / 4)  # after the gate only a device can still be copying
                 self._recorder.count_ended()
             finally:
                 self.lock.release()
 
     def close(self) -> None:
-        """Take the hooks off, stop the copy thread, let go of state and slots. Blocks: at most some seconds."""
+        """Take the hooks off, stop the copy thread, release state and slots. Blocks: at most some seconds."""
         self.gates.remove()
         self._recorder.check.cancel()
         self._captures.close(self._config.io_timeout_s)

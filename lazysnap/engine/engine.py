@@ -1,4 +1,6 @@
-"""The engine: one pair of calls round every optimizer step, ``boundary`` and ``gate``, and ``restore`` at the start."""
+"""The engine: one pair of calls around every optimizer step, ``boundary`` and ``gate``, and ``restore`` at the
+start.
+"""
 
 import functools
 import os
@@ -64,7 +66,7 @@ class SnapshotEngine:
     ``SystemExit`` with an exit status it is left as after a crash (``abandon``): the next start resumes from memory.
     After its end it takes no calls but ``statistics``, ``gate``, ``close`` and ``abandon``: others raise ConfigError.
 
-    One engine per process and job, on the training thread. A later one takes the place of the one before, which is
+    One engine per process and job, on the training thread. A later one replaces the one before, which is
     left as after a crash: a cell of a notebook may be run again.
 
     With ``torch.distributed`` every rank makes an engine at the same point. Making it, ``restore``, the first
@@ -137,7 +139,7 @@ class SnapshotEngine:
         self._is_training = False
         """True if the ``with`` block was entered."""
         self._pid = os.getpid()
-        """The process that made it: in a forked child it is of no use."""
+        """The process that made it: in a forked child it is useless."""
         _engines.add(self)
 
     def _new_run(self) -> Run:
@@ -181,7 +183,7 @@ class SnapshotEngine:
         """Begin training. Memory is made ready in the background, after ``restore`` if that comes later.
 
         Raises: StateError, for a tensor of the model that no snapshot can hold; KeeperError, where memory is required
-        and cannot be had.
+        and is not available.
         """
         self._check_open("with engine")
         self._is_training = True
@@ -241,11 +243,11 @@ class SnapshotEngine:
 
         ``which``: see ``restore``.
         Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot. A level that does not
-        answer within its ``timeout_s`` is passed over. Where memory has the whole of ``"latest"``, a level has 3 s; if
+        answer within its ``timeout_s`` is skipped. Where memory has the whole of ``"latest"``, a level has 3 s; if
         it answers later and has a newer one, a warning says so. With several ranks collective: all get the same one,
         or none.
         Raises: JobBusy, if this job runs already; StateError, if the snapshot is of another model;
-        SnapshotNotFound, if a step, name or run was asked for that is not there; ConfigError, for a bad name;
+        SnapshotNotFound, if a step, name or run was requested that is not there; ConfigError, for a bad name;
         WaitTimeout, if another rank is missing.
         """
         self._check_open("fetch")
@@ -253,7 +255,7 @@ class SnapshotEngine:
 
     @_refused_shortly
     def restore(self, which: int | str = "latest") -> Snapshot | None:
-        """Resume the freshest snapshot that survived, or the one that is asked for::
+        """Resume the freshest snapshot that survived, or the one that is requested::
 
             snapshot = engine.restore("latest")  # None in a first start
 
@@ -288,7 +290,7 @@ class SnapshotEngine:
         """Read as ``_fetch``, for an evaluation, which may use another floating dtype.
 
         Of a training that runs at this moment the memory is its own, and what it stored is read.
-        Blocks. Collective, too. Raises: as ``_fetch``, but for JobBusy; SnapshotNotFound, if there is none.
+        Blocks. Collective, too. Raises: as ``_fetch``, except JobBusy; SnapshotNotFound, if there is none.
         """
         self._check_open("fetch")
         return self._run.fetch_to_read(which)
@@ -296,7 +298,7 @@ class SnapshotEngine:
     def _load(self, snapshot: Snapshot, *, position: str = "") -> None:
         """Load what ``_fetch`` returned into the live objects, and go on there, as ``restore``. Collective. Blocks.
 
-        ``position``: where in the data it goes on, in words. Raises: as ``restore``.
+        ``position``: where in the data it continues, in words. Raises: as ``restore``.
         """
         self._check_open("load")
         self._run.load(snapshot, position=position)
@@ -356,10 +358,10 @@ class SnapshotEngine:
         Returns: True if a capture began.
 
         Raises: at the first boundary StateError, for a value that cannot be encoded, and KeeperError, where memory is
-            required and cannot be had; JobBusy, if the same job runs already on this node; ConfigError after the end,
-            or while a graph is being captured; SystemExit, when the training is preempted (docs/preemption.md); what
-            code of the program raises in it, such as ``state_dict``; WaitTimeout at the first boundary, if memory is
-            required and another rank is missing.
+            required and is not available; JobBusy, if the same job runs already on this node; ConfigError after the
+            end, or while a graph is being captured; SystemExit, when the training is preempted (docs/preemption.md);
+            what code of the program raises in it, such as ``state_dict``; WaitTimeout at the first boundary, if memory
+            is required and another rank is missing.
         """
         self._check_open("boundary")
         if step is None:
@@ -367,7 +369,7 @@ class SnapshotEngine:
         return self._boundaries.boundary(step, force=force)
 
     def _last_boundary(self, step: int) -> bool:
-        """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Not after the
+        """``boundary`` after the last step of a training, due or not; ``True`` if that step is captured. Not after the
         end of the engine.
 
         Blocks: until there is a slot, at most ``io_timeout_s``, and until the copies are done: what comes after a
@@ -376,7 +378,7 @@ class SnapshotEngine:
         return not self._shutdown.is_closed and self._boundaries.last_boundary(step)
 
     def _replan(self) -> None:
-        """Work out anew, at the next boundary, what each rank captures: ranks hold less alike than before.
+        """Compute again, at the next boundary, what each rank captures: ranks hold less alike than before.
 
         Does not block, and needs no other rank: where the state that they shared agreed, a part of it does. All are to
         call it before the same boundary.
@@ -393,8 +395,8 @@ class SnapshotEngine:
 
         Hooks on every optimizer call it. Call it before anything else that changes weights, and always before
         ``replay()`` of a graph that holds an optimizer step, where no hook runs.
-        Blocks: on the copy thread, at most ``io_timeout_s``; then that snapshot is dropped and training goes on. What
-        a device copies is waited for by the device; the next gate behind that blocks until it is done.
+        Blocks: on the copy thread, at most ``io_timeout_s``; then that snapshot is dropped and training continues. What
+        a device copies is waited for by the device; the next gate after that blocks until it is done.
 
         Raises: ConfigError, while a graph is being captured, if a copy is in flight that the graph could not wait for.
         """
@@ -408,7 +410,7 @@ class SnapshotEngine:
 
         The step in progress is the one after the last boundary: called in place of ``boundary(20)``, this gives step
         19. The state comes from memory, else from storage; gradients are cleared. Data loaders stay where they are: the
-        batches since then are skipped. Snapshots with NaN in trained weights or optimizer state are passed over.
+        batches since then are skipped. Snapshots with NaN in trained weights or optimizer state are skipped.
 
         Captures that are newer than the snapshot are dropped: a new run begins, and its first capture is whole in
         memory at the end of this call. A crash before that, or the loss of trainer and keeper together before storage
@@ -552,7 +554,7 @@ class SnapshotEngine:
     def _is_to_be_stored(self, step: int, timeout_s: float) -> bool:
         """Block until the first level has ``step``, or memory keeps it for that level, which has got a name for it.
 
-        ``False`` after the deadline: the level is busy with another step, and this one may be written over.
+        ``False`` after the deadline: the level is busy with another step, and this one may be overwritten.
         """
         return wait_held_or_stored(self._run, step, timeout_s)
 
@@ -588,7 +590,7 @@ class SnapshotEngine:
         times ``io_timeout_s`` for copies, names and the keeper.
 
         Args:
-            drain: False captures nothing, and waits for no storage: the keeper goes on storing.
+            drain: False captures nothing, and waits for no storage: the keeper keeps storing.
             progress: called with the bytes that levels have, and the bytes that all of them are to have.
 
         Returns: False if the last step that was due was not captured, or not stored at every level, if another rank is

@@ -118,7 +118,7 @@ class KeeperEvents:
         self._state = state
 
     def _forget_keeper(self, state: KeeperState) -> KeeperState:
-        """Return what the next keeper's state is compared with: that keeper counts anew, and has no alert to end."""
+        """Return what the next keeper's state is compared with: that keeper counts again, and has no alert to end."""
         for event in _ALERTS.values():
             self._messages.forget(event)
         return KeeperState(protected=state.protected, name_refusals=state.name_refusals)

@@ -1,4 +1,4 @@
-"""The settings of a job as its keepers know them, made in one place, and the number of slots that they ask for."""
+"""The settings of a job as its keepers know them, made in one place, and the number of slots that they request."""
 
 from collections.abc import Collection
 
@@ -64,7 +64,7 @@ def _level_settings(level: PersistentLevel, *, is_shared: bool) -> LevelSettings
 
 
 def num_kept(config: SnapshotConfig, world: World) -> int:
-    """Return K, the number of newest whole captures that a rank never writes over. See ``memory.slot_choice``."""
+    """Return K, the number of newest whole captures that a rank never overwrites. See ``memory.slot_choice``."""
     return kept_whole(config.every_n_steps, world.size, runs_ahead=world.runs_ahead)
 
 

@@ -30,7 +30,7 @@ class LocalState:
         self._partition: Partition | None = None
         """Invariant: ``None`` as long as this rank is alone, which captures all."""
         self._lazy: set[Key] = set()
-        """Memory that only changes behind the gate, as the partition has it."""
+        """Memory that only changes after the gate, as the partition has it."""
         self._frozen: set[Key] = set()
         """Memory of parameters without gradient, as the partition has it."""
         self._names_looked_at: list[str] = []
@@ -41,7 +41,7 @@ class LocalState:
         """True if collecting the state took long at the last capture."""
 
     def forget_partition(self) -> None:
-        """Work out anew what this rank captures, at the next capture. What ranks agreed on at the first one holds."""
+        """Compute again what this rank captures, at the next capture. What ranks agreed on at the first one holds."""
         self._partition = None
 
     def collect(self) -> Walk:

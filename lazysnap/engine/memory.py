@@ -34,7 +34,7 @@ META_BYTES = 1 << 20
 class Memory:
     """The slots of this rank, and why there are none. Used on the training thread.
 
-    The rules are those of ``memory.slot_choice``. What was asked for, what was refused and what training itself still
+    The rules are those of ``memory.slot_choice``. What was requested, what was refused and what training itself still
     takes decide together on the next request.
     """
 
@@ -60,7 +60,7 @@ class Memory:
         self._kept = num_kept(config, world)
         self._meta_bytes = META_BYTES
         self._asked: tuple[int, int] | None = None
-        """Bytes of metadata and of the image that were asked for."""
+        """Bytes of metadata and of the image that were requested."""
         self._expects_first_step = True
         """True while the keeper still leaves room for the memory of the first step."""
         self._peak_before = 0
@@ -92,11 +92,11 @@ class Memory:
 
     @property
     def are_enough(self) -> bool:
-        """True if there are as many as captures need at least, of the size that was asked for."""
+        """True if there are as many as captures need at least, of the size that was requested."""
         return len(self._fitting(self.client.slots())) > self._kept
 
     def _fitting(self, slots: Iterable[TrainerSlot]) -> list[int]:
-        """Return the ids of slots of the size that was asked for."""
+        """Return the ids of slots of the size that was requested."""
         if self._asked is None:
             return []
         meta_bytes, image_bytes = self._asked
@@ -120,7 +120,7 @@ class Memory:
         self.client.make_ready(registrar(self._source.expected().values()))
 
     def prepare(self) -> None:
-        """Ask for memory before the first boundary. Does not block."""
+        """Request memory before the first boundary. Does not block."""
         if self._asked is None:
             size = bytes_of_share(self._source.replicated_parameters(), self._world.node_ranks)
             self._ask(estimate_image_bytes(self._source, size))
@@ -133,7 +133,7 @@ class Memory:
             self.ask_again()
 
     def ask_again(self) -> None:
-        """Ask for the same slots: their number, or what training still takes, may be another one now.
+        """Request the same slots: their number, or what training still takes, may be another one now.
 
         Does not block.
         """
@@ -154,14 +154,14 @@ class Memory:
         )
 
     def _ask_for(self, image_bytes: int, meta_bytes: int) -> None:
-        """Ask for slots that a capture fits, if others were asked for. Does not block.
+        """Request slots that a capture fits, if others were requested. Does not block.
 
         The first step is over by then: the keeper is asked once more, as training takes less from now on.
         """
         if meta_bytes > self._meta_bytes:
             self._meta_bytes = 2 * meta_bytes
         before = self._asked
-        # Decided by what was asked for, not by the slots that fit: one that an earlier start left may fit, too.
+        # Decided by what was requested, not by the slots that fit: one that an earlier start left may fit, too.
         if before is None or before[0] != self._meta_bytes or not fits_image(before[1], image_bytes):
             self._ask(image_bytes)
         if self._expects_first_step and self._asked == before:
@@ -313,12 +313,12 @@ class Memory:
         return self.protection.cause is not None and not self.are_enough
 
     def retry(self) -> None:
-        """Look for a keeper again, and ask for memory, once in ``io_timeout_s``. Does not block."""
+        """Look for a keeper again, and request memory, once in ``io_timeout_s``. Does not block."""
         now_s = time.monotonic()
         if now_s >= self._next_retry_s:
             self._next_retry_s = now_s + self._config.io_timeout_s
             self.client.start()
-            self.prepare()  # the keeper may have failed before anything was asked for
+            self.prepare()  # the keeper may have failed before anything was requested
 
     def await_all(self, timeout_s: float) -> bool:
         """Block until all slots are there; ``False`` after the deadline, or once there is no memory for them."""
@@ -381,7 +381,7 @@ class Memory:
         )
 
     def _bytes_each(self, image_bytes: int) -> int:
-        """Return the size of one slot; where none was asked for yet, of one for such an image."""
+        """Return the size of one slot; where none was requested yet, of one for such an image."""
         meta_bytes = self._meta_bytes
         if self._asked is not None:
             meta_bytes, image_bytes = self._asked

@@ -113,7 +113,7 @@ class MetaWriter:
         return text.encode("utf-8", "surrogatepass")
 
     def _parameters_text(self) -> str:
-        """Return the field ``parameters`` with the comma behind it; empty, if there is none."""
+        """Return the field ``parameters`` with the comma after it; empty, if there is none."""
         if self.parameters is None:
             return ""
         if self._written is None or self._written[0] is not self.parameters:
@@ -126,7 +126,7 @@ def names_of_parameters(source: StateSource, everything: Walk, messages: Message
 
     An optimizer's own state knows parameters by number alone.
 
-    Optimizers of which one parameter has no name are left out. Warns of parameters whose values are in no part of the
+    Optimizers of which one parameter has no name are skipped. Warns of parameters whose values are in no part of the
     state.
     """
     names = source.parameter_names()

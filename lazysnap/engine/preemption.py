@@ -74,7 +74,7 @@ class Preemption:
 
         preemption = Preemption(config, client, captures, seal)
         preemption.listen()
-        preemption.boundary_passed()  # behind each boundary; raises SystemExit(143) once the training is preempted
+        preemption.boundary_passed()  # after each boundary; raises SystemExit(143) once the training is preempted
         preemption.leave()
     """
 

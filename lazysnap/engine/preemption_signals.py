@@ -59,7 +59,7 @@ class PreemptionSignals:
             _installed.uninstall()
         for number in SIGNALS:
             handler = signal.getsignal(number)
-            # A handler that is not Python's, such as that of faulthandler, could not be called, nor put back.
+            # A handler that is not Python's, such as that of faulthandler, could not be called, nor restored.
             is_foreign = not callable(handler) and _is_caught(number)
             if handler is not signal.SIG_IGN and not is_foreign:
                 self._handlers_before[number] = handler

@@ -35,7 +35,7 @@ class Protection:
         self._messages.tell_over(MessageKind.NO_MEMORY)
 
     def remind(self) -> None:
-        """Warn again, rarely, while training goes on without memory. Called at a boundary."""
+        """Warn again, rarely, while training continues without memory. Called at a boundary."""
         self._messages.tell_again(MessageKind.NO_MEMORY, text=self.cause, lost=self.what_is_lost())
 
     def sum_up(self) -> None:

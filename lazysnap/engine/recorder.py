@@ -60,13 +60,13 @@ class Recorder:
         self.seen_step: int | None = None
         """The step of the last boundary, or of the snapshot that was resumed."""
         self._skipped: tuple[int | None, str] | None = None
-        """The step that was left out since the newest capture began, and why."""
+        """The step that was skipped since the newest capture began, and why."""
         self._unprepared_since_s: float | None = None
         """The time since which steps are skipped because memory is being prepared; ``None`` while they are not."""
         self.encoded_once = False
         """True once the state could be captured: an error in a later boundary costs that snapshot alone."""
         self.is_sealed = False
-        """True if nothing is captured any more, though training may go on for a moment. Set by other threads."""
+        """True if nothing is captured any more, though training may continue for a moment. Set by other threads."""
         self.stores_next = False
         """True if every level must store the next capture, due there or not."""
         self._names_for_next: dict[str, int | None] = {}
@@ -124,7 +124,7 @@ class Recorder:
 
     @property
     def may_retry(self) -> bool:
-        """True if the last boundary that was due was left out for want of memory that may come."""
+        """True if the last boundary that was due was skipped for lack of memory that may come."""
         if self._skipped is None or self.memory.protection.cause is not None:
             return False
         _, reason = self._skipped
@@ -267,7 +267,7 @@ class Recorder:
         self._names_for_next = {}
 
     def settle(self) -> None:
-        """Let a restart resume exactly the newest capture: it was asked for, or training ends there."""
+        """Let a restart resume exactly the newest capture: it was requested, or training ends there."""
         newest = self.captures.newest
         if newest is not None and newest.is_in_slot:
             newest.slot.allow_repeat(is_repeatable=False)
@@ -283,7 +283,7 @@ class Recorder:
             self._statistics.skipped[reason] += 1
 
     def _become_prepared(self) -> None:
-        """Steps are not skipped for want of slots any more: one was captured, or there is another reason."""
+        """Steps are not skipped for lack of slots any more: one was captured, or there is another reason."""
         self.count_preparation()
         self._unprepared_since_s = None
 

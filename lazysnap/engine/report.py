@@ -89,7 +89,9 @@ class EndFacts:
 
 
 def resumed(snapshot: Snapshot, now_ns: int, position: str, seconds: float) -> str:
-    """The line for a restart. ``position``: where in the data it goes on; ``seconds``: what the restore took in all."""
+    """The line for a restart. ``position``: where in the data it continues; ``seconds``: what the restore took in
+    all.
+    """
     at = ""
     if position:
         at = f" ({position})"
@@ -111,7 +113,7 @@ def loaded(snapshot: Snapshot, now_ns: int) -> str:
 
 
 def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', step: int = 0) -> str:
-    """The line for a start without a snapshot. ``absence``: why there was none; ``None``, if none was asked for, which
+    """The line for a start without a snapshot. ``absence``: why there was none; ``None``, if none was requested, which
     is done by ``how``. ``step``: where training starts.
     """
     if absence is None:

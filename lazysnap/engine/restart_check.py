@@ -36,7 +36,7 @@ _DEADLINE_S = 60.0
 _PIECE_BYTES = 16 << 20
 """Bytes that are compared between two looks at the clock."""
 _ELEMENTS = 1 << 15
-"""Elements of a difference that are worked out at a time: torch uses one thread for so many."""
+"""Elements of a difference that are computed at a time: torch uses one thread for so many."""
 _MOST_NAMED = 3
 _ROUNDING = 1e-3
 """Largest relative difference in one step that kernels with another order of sums make."""
@@ -58,7 +58,7 @@ class Difference:
     tensors: tuple[str, ...] = ()
     """Names of differing tensors; once ``ratios`` is known, the largest difference first."""
     ratios: tuple[float, ...] = ()
-    """The largest difference in each of ``tensors``, as a part of its largest value. Empty: not worked out."""
+    """The largest difference in each of ``tensors``, as a part of its largest value. Empty: not computed."""
 
     @property
     def text(self) -> str:
@@ -94,7 +94,7 @@ class RestartCheck:
     """Compares one step of a restart with the capture of an earlier start. Used on the training thread.
 
     IDLE -> AWAITING (``begin``) -> COMPARING (``compare``), and from any to IDLE (``cancel``, ``report``). Until it is
-    IDLE again the slots that it reads are not written over.
+    IDLE again the slots that it reads are not overwritten.
     """
 
     def __init__(self, client: KeeperClient, messages: Messages, clocks: tuple[str, ...]) -> None:
@@ -121,7 +121,7 @@ class RestartCheck:
         faults.point("engine.check_begun")
 
     def compare(self, capture: Capture) -> None:
-        """A capture began: if it is of the awaited step, compare it beside training once it is whole."""
+        """A capture began: if it is of the awaited step, compare it during training once it is whole."""
         if self._expected is None or self._comparison is not None:
             return
         if capture.step != self.step:
@@ -188,7 +188,7 @@ class RestartCheck:
 
 
 class _Comparison(threading.Thread):
-    """Compares two slots beside training. Nothing that fails here reaches training."""
+    """Compares two slots during training. Nothing that fails here reaches training."""
 
     def __init__(self, expected: TrainerSlot, capture: Capture, clocks: tuple[str, ...]) -> None:
         super().__init__(name="lazysnap-restart-check", daemon=True)
@@ -242,7 +242,7 @@ class _Comparison(threading.Thread):
             length = min(_PIECE_BYTES, size_bytes - offset)
             # Other threads run meanwhile, unlike with a comparison of memoryviews.
             is_equal = _libc.memcmp(first + offset, second + offset, length) == 0
-            self._check_time()  # behind the comparison: a slot that was needed has other bytes by now
+            self._check_time()  # after the comparison: a slot that was needed has other bytes by now
             if not is_equal:
                 return False
         return True

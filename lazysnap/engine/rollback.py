@@ -1,4 +1,4 @@
-"""Going back in place: the same process and the same keeper go on from an earlier snapshot of this training.
+"""Going back in place: the same process and the same keeper continue from an earlier snapshot of this training.
 
 Where no capture is newer than that snapshot, loading it is all. Otherwise a new run begins there, and the loaded state
 is captured at once: from then on ``"latest"`` means the new run, wherever newer snapshots of the old one are.
@@ -98,7 +98,7 @@ def _step_in_progress(recorder: Recorder) -> int:
 def _find(run: Run, steps: int) -> Snapshot:
     """Return the newest snapshot at least ``steps`` older than the step in progress: in memory, else on storage.
 
-    One whose trained weights or optimizer state are not finite is passed over. Collective. Blocks.
+    One whose trained weights or optimizer state are not finite is skipped. Collective. Blocks.
     Raises: ConfigError; SnapshotNotFound; as ``SnapshotEngine._fetch``.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -147,7 +147,7 @@ def _branch(run: Run, snapshot: Snapshot) -> str | None:
 
 
 def _load(source: StateSource, snapshot: Snapshot) -> None:
-    """Put the state back in place but for the data, and clear the gradients. Raises: what its objects raise."""
+    """Put the state back in place except the data, and clear the gradients. Raises: what its objects raise."""
     source.load(snapshot.state, data=False)
     for optimizer in source.optimizers():
         optimizer.zero_grad()

@@ -50,7 +50,7 @@ class Lineage:
 
 
 class Run:
-    """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``load`` goes on with another one."""
+    """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``load`` continues with another one."""
 
     def __init__(self, restart: Restart, recorder: Recorder, shared: Sequence[str]) -> None:
         """Nothing is resumed or begun yet.
@@ -187,7 +187,7 @@ class Run:
             )
 
     def go_on(self, snapshot: Snapshot, run_id: str) -> None:
-        """Captures from here on are of that run, which continues behind ``snapshot``."""
+        """Captures from here on are of that run, which continues after ``snapshot``."""
         self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
         if run_id != self.meta.run_id:
             self.first_start = 0
@@ -242,7 +242,7 @@ class Run:
         self._messages.tell(MessageKind.BEGINS_AGAIN, step=step, last=last)
         self.recorder.begin_again()
         self.meta.follow(None)
-        self.resumed = None  # what was resumed is not what these go on from
+        self.resumed = None  # what was resumed is not what these continue from
         self._from_step = max(0, step - 1)
         self._source = ""
         self.begin()

@@ -37,7 +37,7 @@ class Shutdown:
         self._statistics = run.recorder.messages.statistics
         self.is_closed = False
         self.is_replaced = False
-        """True if a later engine of this process took the place of this one."""
+        """True if a later engine of this process replaced this one."""
         self._has_ended_well = False
         """The result of ``close``."""
 
@@ -217,7 +217,7 @@ class Shutdown:
             self._preemption.end_training()
 
     def give_way(self) -> None:
-        """A later engine of this process takes the place of this one, which is left as after a crash."""
+        """A later engine of this process replaces this one, which is left as after a crash."""
         if not self.is_closed:
             self.is_replaced = True
             self.abandon(None)

@@ -57,7 +57,7 @@ class Statistics:
     """Due steps that a level left out because it was slower than the ones before it, or than training, by level. None
     at a level that stores by time: there no step is due by its number."""
     boundary: Timing = field(default_factory=Timing)
-    """Time that training was held at boundaries that began a capture, behind the gate, without ``memory_wait_s``."""
+    """Time that training was held at boundaries that began a capture, after the gate, without ``memory_wait_s``."""
     memory_wait_s: float = 0.0
     """Seconds that training waited for memory to be ready, at its first boundary."""
     preparation_s: float = 0.0
@@ -66,7 +66,7 @@ class Statistics:
     gate: Timing = field(default_factory=Timing)
     """Time that training waited for copies."""
     copy: Timing = field(default_factory=Timing)
-    """Duration of the copies themselves, beside training."""
+    """Duration of the copies themselves, during training."""
     unprotected: str | None = None
     """Why nothing is captured now: there is no memory that outlives this process. ``None`` if there is."""
     waited_s: float = 0.0

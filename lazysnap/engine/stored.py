@@ -20,7 +20,7 @@ Progress = Callable[[int, int], None]
 def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
     """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.
 
-    A level takes captures as it comes to them: the newest is asked for, by all ranks.
+    A level takes captures as it comes to them: the newest is requested, by all ranks.
     """
     client = run.client
     newest = run.recorder.captures.newest_whole_step()

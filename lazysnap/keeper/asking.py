@@ -91,7 +91,7 @@ class NeighbourMemory:
         self.inventory = MemoryInventory.of(answer.memory, self._slots)
 
     def _map(self, descriptor: int) -> None:
-        """Map a slot. One that cannot be mapped is of no use to this process, and of no harm."""
+        """Map a slot. One that cannot be mapped is useless to this process, and of no harm."""
         with contextlib.suppress(FormatError, OSError):
             slot = Slot.attach(descriptor)
             self._slots[slot.slot_id] = slot

@@ -140,7 +140,7 @@ class KeeperClient:
     # Memory
 
     def ask_memory(self, wish: MemoryWish | None) -> None:
-        """Ask for slots, or for none. Does not block: they show up in ``slots``, or in ``state`` why there are none."""
+        """Request slots, or for none. Does not block: they show up in ``slots``, or in ``state`` why there are none."""
         if wish is not None:
             self._link.slots.want()
         self._link.update(structs.replace, memory=wish)
@@ -198,7 +198,7 @@ class KeeperClient:
         Args:
             job: settings, the same on all ranks of the node.
             start: id of the start.
-            step: step from which it goes on; -1 before the first.
+            step: step from which it continues; -1 before the first.
             source: the place from which that step was restored, for people.
         """
         self._link.update(

@@ -21,7 +21,7 @@ from lazysnap.keeper.wire import Channel, Frame, OtherVersion, WireError
 logger = logging.getLogger(__name__)
 
 _ACCEPT_AGAIN_S = 1.0
-"""Pause after no connection could be accepted, for want of descriptors."""
+"""Pause after no connection could be accepted, for lack of descriptors."""
 _MAX_ANSWERS = 16
 """Answers that wait for a process. One that asks more, and reads none, is disconnected."""
 
@@ -143,7 +143,7 @@ class TrainerConnections:
                 frame.close()
 
     def _receive(self, connection: TrainerConnection) -> list[Frame] | None:
-        """Return the messages that came; None if the connection is of no use any more."""
+        """Return the messages that came; None if the connection is useless any more."""
         try:
             return connection.channel.receive()
         except OtherVersion as error:

@@ -98,11 +98,11 @@ class LevelFiles:
         return WatchedStorage(self._open_new(), beat)
 
     def reopen(self) -> None:
-        """Open the storage anew at the next task: credentials may have expired, a mount may be stale."""
+        """Open the storage again at the next task: credentials may have expired, a mount may be stale."""
         self._storage = None
 
     def probe(self, beat: Beat) -> None:
-        """Try a small write, opened anew. Raises: LevelError; what the storage raises."""
+        """Try a small write, opened again. Raises: LevelError; what the storage raises."""
         self.reopen()
         probe(self.open(beat))
 
@@ -259,7 +259,7 @@ class LevelFiles:
     def read_back(self, storage: Storage, key: StepKey, *, is_base_new: bool) -> None:
         """Compare every byte of the file of this node with its checksums.
 
-        A base that was there before is read once by each keeper, and written anew if it is damaged.
+        A base that was there before is read once by each keeper, and written again if it is damaged.
 
         Raises: FormatError, and it is no snapshot any more; LevelError.
         """

@@ -44,7 +44,7 @@ class LevelThreads:
         self._ended = ended
         self._parity_task = parity_task
         self._files: list[LevelFiles] = []
-        """By storage level. Redundancy, the level behind them, has none."""
+        """By storage level. Redundancy, the level after them, has none."""
         self._running: dict[int, TaskControl] = {}
         """The newest task of each level that has not returned."""
 

@@ -357,7 +357,7 @@ class _Stripe:
         self._lock = threading.Lock()
 
     def num_blocks(self, position: int) -> int:
-        """Return the number of blocks of that member's piece, without those behind the end of its part."""
+        """Return the number of blocks of that member's piece, without those after the end of its part."""
         if position not in self._data:
             return 0
         return sum(self.span(position, block)[1] > 0 for block in range(self._pieces.num_blocks))

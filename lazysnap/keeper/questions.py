@@ -1,6 +1,6 @@
 """Question that any process of this user may ask a keeper, its answer, and what the answer contains.
 
-A question has one answer, and changes nothing but for "stop". All else that a trainer and its keeper tell each other is
+A question has one answer, and changes nothing except "stop". All else that a trainer and its keeper tell each other is
 state: see ``core.messages``.
 """
 

@@ -99,7 +99,7 @@ class SlotTable:
     # Checksums
 
     def note_checksums(self, checksums: Mapping[CaptureKey, Checksums]) -> None:
-        """Remember the checksums of captures, and forget those of captures that were written over."""
+        """Remember the checksums of captures, and forget those of captures that were overwritten."""
         if not checksums:
             return
         current: dict[CaptureKey, Checksums] = {}
@@ -145,7 +145,7 @@ class SlotTable:
 
 
 def compute_checksums(slot: Slot, view: SlotView, is_stopped: Callable[[], bool]) -> Checksums | None:
-    """Return the checksums of a whole capture; None if it was stopped, or the slot was written over. Blocks."""
+    """Return the checksums of a whole capture; None if it was stopped, or the slot was overwritten. Blocks."""
     faults.point("keeper.persist.checksum")
     blocks = []
     for offset, length in block_ranges(view.image_bytes):

@@ -19,7 +19,7 @@ _LEAST_SHARE = 0.1
 """Share of a file that its base must have; a smaller one is not worth a second object."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ranges of blocks: the first, and the one behind the last."""
+"""Ranges of blocks: the first, and the one after the last."""
 
 
 def base_of(shards: Sequence[Shard], source: BlockSource) -> Ranges:

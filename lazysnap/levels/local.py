@@ -240,7 +240,7 @@ class LocalStorage(Storage):
         self._is_root_durable = False
         """True once the directory exists and its name is durable, until an operation fails. Writes make it only while
         this is False: if a program deletes the directory, the write in progress fails and makes no part of it again,
-        and the next snapshot makes it anew."""
+        and the next snapshot makes it again."""
         self._has_written = False
         """True once this object made the directory, or found it: from then on the directory above it must exist. If
         that is missing, nothing is written. This notices a disk that is not mounted only if the level is at least two

@@ -297,7 +297,7 @@ class S3Storage(FsspecStorage):
         global _pid
         if not _pid:
             _pid = os.getpid()
-            # Cause: threads of obstore ask for the interpreter's lock when a request ends. One that does so while the
+            # Cause: threads of obstore request the interpreter's lock when a request ends. One that does so while the
             # interpreter ends aborts the process, and nothing joins these threads. Limit: this pause lets requests end
             # that are about to; one that takes longer still aborts, with the exit status of SIGABRT. Nothing that was
             # reported as stored is lost by that.

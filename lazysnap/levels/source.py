@@ -26,7 +26,7 @@ class BlockSource(Protocol):
     size_bytes: int
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary behind the source.
+        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary after the source.
 
         Blocks: until the bytes are written, with a deadline. Thread-safe.
         Raises: CaptureAborted, if they will never be written.
@@ -106,7 +106,7 @@ class MemorySource:
     """A shard that is complete in memory."""
 
     def __init__(self, image: memoryview, size_bytes: int) -> None:
-        """``image`` reaches up to the next page boundary behind ``size_bytes``."""
+        """``image`` reaches up to the next page boundary after ``size_bytes``."""
         self.size_bytes = size_bytes
         self._image = image
 

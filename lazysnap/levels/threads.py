@@ -13,7 +13,7 @@ def in_threads(
     """Run tasks in at most ``count`` threads, the caller's included. Return their results, in order.
 
     A task is taken, in order, when a thread is free. Not ``ThreadPoolExecutor``: the interpreter joins its threads at
-    exit, and one that hangs in a dead file system would keep the process alive for ever.
+    exit, and one that hangs in a dead file system would keep the process alive forever.
 
     Blocks. Raises: the first error; no task starts after it.
 

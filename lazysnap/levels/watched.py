@@ -40,7 +40,7 @@ class WatchedStorage(Storage):
 
     ``beat`` reports progress, and raises CaptureAborted when the caller of the task has given up. A thread that was
     left behind and returns therefore commits and deletes nothing. A storage lives longer than a task, so each task
-    wraps it anew: a thread that was left behind keeps the ``beat`` that raises.
+    wraps it again: a thread that was left behind keeps the ``beat`` that raises.
     """
 
     def __init__(self, storage: Storage, beat: Beat, pace: RateLimiter | None = None) -> None:

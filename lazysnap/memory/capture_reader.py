@@ -20,7 +20,7 @@ class CaptureAborted(LazySnapError):
 class CaptureReader:
     """The bytes of one capture, block by block while they are copied. See ``levels.source.BlockSource``.
 
-    The keeper is woken when a capture begins, so a reader waits for the watermark. The trainer may write over the slot
+    The keeper is woken when a capture begins, so a reader waits for the watermark. The trainer may overwrite the slot
     at any moment unless it is held, so what was read counts only after ``finish``: the sequence number is the same
     before and after. Thread-safe: nothing here changes after the constructor.
 
@@ -49,7 +49,7 @@ class CaptureReader:
         try:
             text = slot.read_meta()
         finally:
-            self.check()  # metadata that was written over is not damaged
+            self.check()  # metadata that was overwritten is not damaged
         self.size_bytes = view.image_bytes
         self.meta = CaptureMeta.from_bytes(text, "a slot")
         names = (int(self.meta.start, 16), self.meta.step)
@@ -60,7 +60,7 @@ class CaptureReader:
             )
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary behind the capture.
+        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary after the capture.
 
         Blocks: until they are copied, at most ``STALL_S`` without progress. Raises: CaptureAborted.
         """

@@ -80,7 +80,7 @@ def make_file(directory: str, size_bytes: int) -> int:
 
 
 def is_allocated(fd: int) -> bool:
-    """True if the file behind ``fd`` has no name and all its blocks: nobody opens it by name, and writes find room."""
+    """True if the file after ``fd`` has no name and all its blocks: nobody opens it by name, and writes find room."""
     facts = os.fstat(fd)
     return facts.st_nlink == 0 and facts.st_blocks * 512 >= facts.st_size
 

@@ -281,12 +281,12 @@ class KeeperSlot(Slot):
     """
 
     def hold(self, sequence: int, rank_slots: Sequence[Slot], kept: int) -> bool:
-        """Keep a capture from being written over until ``release``. The core reads the result from the words.
+        """Keep a capture from being overwritten until ``release``. The core reads the result from the words.
 
         Args:
             sequence: number of the capture.
             rank_slots: all slots of the rank.
-            kept: number of newest whole captures that the trainer never writes over.
+            kept: number of newest whole captures that the trainer never overwrites.
 
         Returns: ``True`` if the trainer is certain to see the hold before it can choose the slot. ``False`` if that is
             not certain, or the capture is not in the slot any more; then nothing is held.
@@ -302,7 +302,7 @@ class KeeperSlot(Slot):
         return False
 
     def release(self) -> None:
-        """Let the trainer write over the slot again."""
+        """Let the trainer overwrite the slot again."""
         self.words.store(SlotWord.HELD, 0)
 
     def void(self, sequence: int) -> None:

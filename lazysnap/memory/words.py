@@ -55,7 +55,7 @@ def fence() -> None:
 
     Trainer and keeper share memory without a common lock. x86-64 keeps stores in order, ARM64 does not: a reader could
     see a watermark before the bytes below it. Python has no fence, but releasing a lock and acquiring it again is one.
-    No earlier access moves behind the release, no later one moves before the acquire, and the acquire stays behind
+    No earlier access moves after the release, no later one moves before the acquire, and the acquire stays behind
     the release:
 
     * ARM64: ``po; [L]``, ``[A]; po`` and ``[L]; po; [A]`` are all in *bob*, "barrier-ordered-before", of Arm's own
