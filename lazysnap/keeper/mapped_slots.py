@@ -1,4 +1,4 @@
-"""The memory of its keeper that a trainer has mapped, and the slots that it can write at full speed.
+"""The slots that a trainer has mapped, and those that it can write at full speed.
 
 ::
 
@@ -35,28 +35,28 @@ class MappedSlots:
     """
 
     def __init__(self, on_ready: Callable[[], None]) -> None:
-        """``on_ready`` is called in the background, without a lock, whenever a slot became ready."""
+        """``on_ready``: called in the background, without a lock, whenever a slot became ready."""
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self.all: tuple[TrainerSlot, ...] = ()
-        """Every slot, in no order. It is replaced as a whole, so any thread may read it without a lock."""
+        """Every slot, unordered. Replaced as a whole, so any thread may read it without a lock."""
         self.ready: tuple[TrainerSlot, ...] = ()
-        """The slots whose pages are in the tables of this process. It is replaced as a whole, too."""
+        """The slots whose pages are in the tables of this process. Replaced as a whole, too."""
         self.newest_sequence = 0
-        """The greatest sequence number of any capture that was in a slot when it was mapped."""
+        """The greatest sequence number in a slot when it was mapped."""
         self.make_ready: Callable[[TrainerSlot], None] = _do_nothing
-        """Called in the background for a slot with its pages in place, before it counts as ready."""
+        """Called in the background for a populated slot, before it counts as ready."""
         self._waiting: list[TrainerSlot] = []
         """Slots that are not populated yet."""
         self._is_wanted = False
         self._populating: threading.Thread | None = None
 
     def map(self, descriptor: int, returned: Collection[int] = ()) -> None:
-        """Map a slot, unless it is mapped already. Takes ``descriptor``, which is closed if it is not needed.
+        """Map a slot, unless it is mapped already. Owns ``descriptor``, and closes it if it is not needed.
 
         Args:
             descriptor: descriptor of the slot.
-            returned: ids of slots that are not wanted any more.
+            returned: ids of slots that are no longer needed.
 
         Raises: FormatError or OSError, if it cannot be mapped.
         """
@@ -73,29 +73,29 @@ class MappedSlots:
             slot.close()
 
     def want(self) -> None:
-        """Captures will come: from now on pages are put in place for them, in the background.
+        """Populate slots in the background from now on, because captures will come.
 
-        Not before: beside a restart, which only reads, that takes a processor and the lock of the address space; a
-        restore of 1.2 GB took twice as long.
+        Not earlier: during a restart it takes a processor and the lock of the address space. A restore of 1.2 GB took
+        twice as long.
         """
         with self._lock:
             self._is_wanted = True
             self._begin_populating()
 
     def remove(self, slot: TrainerSlot) -> bool:
-        """Forget a slot. It is unmapped when nobody uses it any more. Returns: False if it is not mapped."""
+        """Remove a slot. It is unmapped when nobody uses it any more. Returns: False if it is not mapped."""
         with self._lock:
             if slot not in self.all:
                 return False
             self.all = _without(self.all, slot)
             self.ready = _without(self.ready, slot)
             self._waiting = [waiting for waiting in self._waiting if waiting is not slot]
-        # Not ``close``: another thread may still read its words.
+        # Not ``close``, because another thread may still read its words.
         weakref.finalize(slot, os.close, slot.descriptor).atexit = False
         return True
 
     def close(self) -> None:
-        """Unmap all slots: nobody uses them any more. Blocks: seconds at most, while one is being populated."""
+        """Unmap all slots, which must be unused. Blocks: at most some seconds, while one is being populated."""
         with self._lock:
             slots = self.all
             self.all = ()
@@ -108,7 +108,7 @@ class MappedSlots:
             slot.close()
 
     def _begin_populating(self) -> None:
-        """Begin the background work, if there is any. The caller has the lock."""
+        """Begin the background work, if any. The caller has the lock."""
         if self._is_wanted and self._waiting and self._populating is None:
             self._populating = threading.Thread(target=self._populate_all, name="lazysnap-populate", daemon=True)
             self._populating.start()
@@ -126,14 +126,14 @@ class MappedSlots:
                     if slot in self.all:
                         self.ready = (*self.ready, slot)
                 self._on_ready()
-            del slot  # it may have been removed meanwhile, and nothing may keep it mapped
+            del slot  # it may have been removed, and must not stay mapped
 
     def _populate(self, slot: TrainerSlot) -> bool:
-        """Put the pages of a slot in place. Returns: False if that is impossible."""
+        """Populate a slot. Returns: False if that is impossible."""
         try:
             slot.populate()
             self.make_ready(slot)
-        except (OSError, ValueError) as error:  # no memory for page tables, or closed meanwhile
+        except (OSError, ValueError) as error:  # no memory for page tables, or closed
             logger.debug("a slot cannot be populated: %s", error)
             return False
         except Exception as error:  # noqa: BLE001  the last handler of the thread: a capture tries once more
@@ -142,14 +142,9 @@ class MappedSlots:
 
 
 class Doorbell:
-    """Page and eventfd of a keeper: one load of a word, and a system call where the keeper waits.
+    """Page and eventfd of a keeper: to wake it takes one load of a word, and a system call only if the keeper waits.
 
     They are closed when no thread uses them any more.
-
-    Example::
-
-        doorbell = Doorbell.take(keeper_pid, descriptors)
-        doorbell.ring(step=7)
     """
 
     def __init__(self, keeper_pid: int, page: NodePage, event: int) -> None:
@@ -160,7 +155,7 @@ class Doorbell:
 
     @classmethod
     def take(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
-        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are not there."""
+        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are missing."""
         if len(descriptors) < _NUM_DOORBELL_DESCRIPTORS:
             raise KeeperError(f"keeper {keeper_pid} sent no page of its words; end it with `kill {keeper_pid}`")
         try:
