@@ -8,7 +8,7 @@ from lazysnap.shard.layout import PAGE, Layout, join
 from lazysnap.shard.manifest import CaptureMeta, Shard
 
 Progress = Callable[[int], None]
-"""Receives the number of bytes of a piece that was read or written, on any thread. What it raises ends the work."""
+"""Receives the number of bytes of a piece that was read or written, on any thread. Its errors end the work."""
 
 
 def no_progress(num_bytes: int) -> None:
@@ -78,7 +78,7 @@ class NodeSource:
         self.size_bytes = self.shards[-1].offset + self.shards[-1].size_bytes
 
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. A block with bytes of several shards is put together."""
+        """See ``BlockSource.view``. A block with bytes of several shards is assembled."""
         last_start, last_source = self._parts[-1]
         if offset >= last_start:
             return last_source.view(offset - last_start, length)
@@ -91,7 +91,7 @@ class NodeSource:
             first = max(offset, start)
             stop = min(end, source_end)
             if first < stop:
-                # Shards and blocks begin on pages, so this part does, too.
+                # Shards and blocks begin on pages, and so does this part.
                 part = source.view(first - start, -(-(stop - first) // PAGE) * PAGE)
                 out[first - offset : stop - offset] = part[: stop - first]
         return out
