@@ -70,8 +70,7 @@ def _register(slot: TrainerSlot, device: torch.device, cuda: Any) -> bool:
     if result != 0:
         logger.warning(
             "CUDA refused to register a slot of %d bytes (cudaHostRegister returned %d): copies go through a buffer, "
-            "and the gate waits for them. `ulimit -l` limits what may be registered
-",
+            "and the gate waits for them. `ulimit -l` limits what may be registered",
             slot.image_capacity_bytes,
             result,
         )
