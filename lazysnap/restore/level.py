@@ -140,7 +140,7 @@ def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], Non
         try:
             directories = answer.result().directories
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            note(f"{level.url} is left out: {error}")
+            note(f"{level.url} is skipped: {error}")
             continue
         for directory in directories:
             if directory.is_whole:

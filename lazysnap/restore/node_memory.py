@@ -128,7 +128,7 @@ class NodeMemory:
             view = capture.slot.view()
             if capture.sequence == sequence == view.sequence and view.is_whole:
                 return capture, view.image_bytes
-        raise FormatError(f"{where}: it is not there any more")
+        raise FormatError(f"{where}: it no longer exists")
 
     def _inventory(self, number: int) -> MemoryInventory:
         if number not in self._inventories:

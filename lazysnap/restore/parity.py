@@ -182,7 +182,7 @@ class ParityBlocks(Blocks):
                 return int.from_bytes(self._table(stripe, file)[offset : offset + CHECKSUM_BYTES], "little")
             except LazySnapError as error:
                 reasons.append(str(error))
-        raise FormatError(f"{self.where}: its checksums cannot be had: {'; '.join(reasons)}")
+        raise FormatError(f"{self.where}: its checksums are not available: {'; '.join(reasons)}")
 
     def _table(self, stripe: int, file: PeerFile) -> memoryview:
         with self._lock:

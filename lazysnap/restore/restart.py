@@ -484,7 +484,7 @@ class _Search:
         has_vanished = False
         for mismatch, failure, has_vanished_there, is_of_decoder in reports:
             if failure:
-                failures.append(f"step {plan.step} passed over: {failure}")
+                failures.append(f"step {plan.step} skipped: {failure}")
             if is_of_decoder:
                 self.decoder_errors.append(f"step {plan.step}: {failure}")
             if mismatch:
@@ -518,7 +518,7 @@ class _Search:
                 within = ""
                 if not self._world.is_alone:
                     within = f" within reach of {self._node.split('/')[0]}"
-                reasons = "; ".join(bad.values()) or "it is not there"
+                reasons = "; ".join(bad.values()) or "it is missing"
                 text = f"the shard of rank {own_rank} is nowhere whole{within}: {reasons}"
                 return Failure(text, is_of_decoder=is_of_decoder)
             part = self._parts.read(plan, chosen)
@@ -527,7 +527,7 @@ class _Search:
                     of_rank = ""
                     if plan.world_size > 1:
                         of_rank = f" of rank {entry.rank}"
-                    self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
+                    self.problems.append(f"step {plan.step}{of_rank} at {entry.level} skipped: {reason}")
             if isinstance(part, Snapshot) or not part.may_try_others:
                 return part
             is_of_decoder = is_of_decoder or part.is_of_decoder
@@ -557,9 +557,9 @@ def reseed(snapshot: Snapshot, world: World) -> None:
         if snapshot.world_size > 1:
             captured_by += "s"
         logger.warning(
-            "step %d was captured by %s and is resumed by %d: weights and optimizer are exact; random numbers begin "
-            "anew; the data goes on in the same epoch behind as many samples as were trained. These are the same "
-            "samples where their order comes from a seed (docs/several-ranks.md)",
+            "step %d was captured by %s and is resumed by %d: weights and optimizer are exact; random numbers are "
+            "new; the data continues in the same epoch after as many samples as were trained. These are the same "
+            "samples if their order comes from a seed (docs/several-ranks.md)",
             snapshot.step,
             captured_by,
             world.size,

@@ -287,14 +287,14 @@ class Survey:
             self._reported_silent.add(url)
             logger.warning(
                 "%s does not answer yet: the restart waits for it, at most %g s without progress "
-                "(PersistentLevel.timeout_s), then goes on without it",
+                "(PersistentLevel.timeout_s), then continues without it",
                 url,
                 answer.timeout_s,
             )
         try:
             return answer.result()
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            problems.append(f"{url} passed over: {str(error) or repr(error)}")
+            problems.append(f"{url} skipped: {str(error) or repr(error)}")
             return None
 
 
@@ -332,8 +332,8 @@ def _why_unread(url: str, directory: Directory, *, is_late: bool) -> str:
         return without_manifest(url, directory)
     if is_late and directory.is_whole:
         return (
-            f"step {directory.snapshot.step} passed over: {url}/{directory.name}: its manifests were not read in time; "
-            "to go on from there, stop this training and start it again when that level is faster"
+            f"step {directory.snapshot.step} skipped: {url}/{directory.name}: its manifests were not read in time; "
+            "to continue from there, stop this training and start it again when that level is faster"
         )
     return ""
 

@@ -309,7 +309,7 @@ def test_a_keeper_that_sends_nothing_is_asked_and_found_silent(keeper, make_clie
     assert (question.about, question.number) == ("memory", 0)
     assert client.wait(lambda _: client.is_silent, TIMEOUT_S)
     assert f"process {PID} on" in client.failure()
-    assert "does not answer: training and captures into memory go on" in client.failure()
+    assert "does not answer: training and captures into memory continue" in client.failure()
     assert client.is_connected
 
     peer.answer(0, None)
