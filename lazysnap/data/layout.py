@@ -165,7 +165,7 @@ def _change_of_batch_size(state: Mapping[str, Any], layout: EpochLayout, sizes: 
         at_most = "at most "
     return (
         f"a batch has {sizes[1]} samples, in the snapshot {sizes[0]}: of this epoch {num_trained} batches of "
-        f"{sizes[0]} were trained, and it continues behind {passed} of {sizes[1]}; {at_most}{again} of its samples are "
+        f"{sizes[0]} were trained, and it continues after {passed} of {sizes[1]}; {at_most}{again} of its samples are "
         "trained twice, none is skipped"
     )
 
@@ -184,7 +184,7 @@ def _change_of_length(state: Mapping[str, Any], layout: EpochLayout, key: str, u
     if passed is not None:
         behind = passed
     return [
-        f"{text}: this epoch continues behind {behind} batches; where its order is shuffled, it skips some samples and "
+        f"{text}: this epoch continues after {behind} batches; if its order is shuffled, it skips some samples and "
         "trains others twice"
     ]
 

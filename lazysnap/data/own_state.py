@@ -151,7 +151,7 @@ def _warn_of_sizes(loader: Any, before: dict[str, int | None]) -> None:
             changes.append(f"{size} {_UNITS[key]}, in the snapshot {size_before}")
     if changes:
         logger.warning(
-            "%s continues behind as many batches as before, but there are %s: some samples are skipped or trained "
+            "%s continues after as many batches as before, but there are %s: some samples are skipped or trained "
             "twice. Give the engine ResumableLoader(loader), which counts samples",
             type(loader).__name__,
             "; ".join(changes),

@@ -17,7 +17,7 @@ from lazysnap.exports.named import named_in
 from lazysnap.exports.target import ACCELERATE
 from lazysnap.levels.redaction import Redaction
 
-_NICE = 10  # a tenth of a busy core; 19 would be a seventieth, and a process begins with an import of torch
+_NICE = 10  # a tenth of a busy core; 19 would give a seventieth, and the process first imports torch
 _PROGRAM = "import sys; from lazysnap.exports.process import main; sys.exit(main())"
 
 
@@ -25,8 +25,8 @@ def start_export(directory: str, level: PersistentLevel, superseded: Sequence[st
     """Start a detached process of low priority that puts a checkpoint into a directory of ``save_state(directory)``.
 
     ``level``: the level that has the snapshot of the directory. ``superseded``: directories of older checkpoints, which
-    the process deletes first, beside the training. The process writes an error to its standard output, and
-    exits with another code than 0. Does not block for more than some milliseconds. Raises: OSError.
+    the process deletes first. The process writes an error to its standard output, and exits with another code than 0.
+    Does not block for more than some milliseconds. Raises: OSError.
     """
     arguments = {
         "directory": os.path.abspath(directory),
