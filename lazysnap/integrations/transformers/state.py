@@ -3,8 +3,8 @@
 For a subclass of ``Trainer`` (as in TRL) the state also has attributes that are numbers, or dicts and lists of numbers,
 and that changed since training began: counters, and metrics until the next log.
 
-Not in a snapshot: attributes of callbacks that are no ``ExportableState``; averages of the weights that a callback
-keeps for itself; other attributes of subclasses.
+Not in a snapshot: attributes of callbacks that are no ``ExportableState``; averages of the weights in a callback; other
+attributes of subclasses.
 """
 
 import json
@@ -40,11 +40,11 @@ _STATE = (
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 """Attributes of ``Trainer`` that training changes."""
 _OF_A_SESSION = {*_COUNTERS, "_initial_num_input_tokens_seen", "current_gradient_accumulation_steps"}
-"""Numbers of ``Trainer`` itself that a restart does not need, or that are restored by name."""
+"""Numbers of ``Trainer`` itself that a restart does not need, or that are restored separately."""
 _MAX_NUMBERS = 1000
-"""The most numbers in an attribute that is captured."""
+"""Maximum numbers in a captured attribute."""
 _COMPLETIONS = "_buffered_inputs"
-"""Attribute of TRL's GRPO and RLOO trainers: batches of completions that several steps train."""
+"""Attribute of TRL's GRPO and RLOO trainers: batches of completions for several steps."""
 
 
 class TrainingState(ObjectState):
@@ -63,7 +63,7 @@ class TrainingState(ObjectState):
         self.position_text = ""
         """The position of the restored state in the data, in words."""
         self.end_reason = ""
-        """Text: why the restored state leaves nothing to train; empty, if it leaves something."""
+        """The reason why nothing is left to train after the restored state; empty if something is left."""
         self._history = History()
         self._is_at_epoch_end = False
         self._completions_reported = False
@@ -84,8 +84,8 @@ class TrainingState(ObjectState):
     def prepare(self) -> None:
         """Add model, optimizer and scheduler as training uses them."""
         trainer = self._trainer
-        # With several ranks the wrapper shows which parameters they keep equal. DataParallel shows nothing, and
-        # would change the names.
+        # With several ranks the wrapper shows which parameters are equal. DataParallel does not, and would change the
+        # names.
         if not isinstance(trainer.model_wrapped, torch.nn.DataParallel):
             self._objects["model"] = trainer.model_wrapped
         self._objects |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "data": self.position}
