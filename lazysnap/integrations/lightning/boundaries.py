@@ -30,8 +30,8 @@ class FitBoundaries:
             trainer: the trainer of the fit.
             state: its state.
             gate: waits until weights may change again.
-            capture: captures the step that is complete; with ``is_last``, the last one of the fit.
-            roll_back: goes back, if the program requested it.
+            capture: captures the completed step; with ``is_last``, the last one of the fit.
+            roll_back: rolls back, if the program requested it.
         """
         self._trainer = trainer
         self._state = state

@@ -194,7 +194,7 @@ class TrainingState(ObjectState):
         epoch = self._resumed["trainer"]["epoch"]
         num_batches = self._resumed["trainer"]["given"]
         if num_batches is not None and self.position is not None:
-            num_batches = self.position.given_in(self._resumed["data"])  # batches as this program makes them
+            num_batches = self.position.given_in(self._resumed["data"])  # in batches of this program
         num_steps = steps_in_epoch
         if num_batches is not None:
             # The last step of an epoch may have fewer batches.
@@ -215,7 +215,7 @@ class TrainingState(ObjectState):
             if arguments.max_steps > 0:
                 setting = f"max_steps={limit}"
             return f"this training had ended ({setting}, at step {step})"
-        # Any other stop (a signal, a limit of time) is an interruption: if its reason still holds, it stops again.
+        # Any other stop (a signal, a time limit) is an interruption: if its reason remains, it stops again.
         matched, _ = self._matched(parts["callbacks"])
         if any(_has_run_out(exported) for _, exported in matched):
             return (
@@ -225,7 +225,7 @@ class TrainingState(ObjectState):
         return ""
 
     def _matched(self, exported: list[list[Any]]) -> tuple[list[tuple[Any, dict[str, Any]]], list[str]]:
-        """Return the program's callbacks with their states in the snapshot, and the names of those it does not have."""
+        """Return the program's callbacks with their states in the snapshot, and the names of missing callbacks."""
         matched = []
         unmatched = list(exported)
         for callback in self._exportable():
@@ -238,7 +238,7 @@ class TrainingState(ObjectState):
         return matched, [name for name, _ in unmatched]
 
     def finish_resume(self) -> None:
-        """Restore the values that the ``Trainer`` and callbacks set when training begins; last random generators."""
+        """Restore the values that the ``Trainer`` and callbacks set when training begins; random generators last."""
         resumed = self._resumed
         self._resumed = None
         assert resumed is not None
