@@ -406,7 +406,7 @@ def _texts_of_sizes(sizes: dict[str, Any], facts: TrainingFigures) -> Iterator[s
         lost = f"of each {sizes['nodes_per_group']} nodes any {sizes['parity_nodes']} may be lost"
         yield f"parity    {decimal(sizes['parity_per_node_bytes'])} per node for others: {lost}"
     node = f"node of {count_of(facts.ranks // facts.nodes, 'rank')}"
-    yield f"memory    {decimal(sizes['memory_per_node_bytes'])} per {node}, beside the training"
+    yield f"memory    {decimal(sizes['memory_per_node_bytes'])} per {node}, in addition to the training"
     yield "          estimates; buffers, and what else the state holds, come on top"
 
 

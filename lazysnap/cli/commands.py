@@ -107,7 +107,7 @@ COMMANDS = {
             _STORAGE_OPTION,
         ),
         "lazysnap verify s3://bucket/run --step 4000",
-        "Of all runs, or of --run. Exit code 1 if anything is damaged, or nothing is there.",
+        "Of all runs, or of --run. Exit code 1 if anything is damaged, or there are no snapshots.",
     ),
     "prune": Command(
         "delete old snapshots, and files of dead writers",

@@ -75,7 +75,7 @@ def copy(args: argparse.Namespace, output: Output) -> int:
     rate = decimal(int(total / max(seconds, 1e-9)))
     output.line(
         f"{count_of(counts[COPIED], 'snapshot')} copied, {decimal(total)} in {seconds:.1f} s ({rate}/s), "
-        f"{counts[PRESENT]} there already, {len(bad)} bad"
+        f"{counts[PRESENT]} already present, {len(bad)} bad"
     )
     return output.result(
         ok=not bad,

@@ -142,7 +142,7 @@ def stop(args: argparse.Namespace, output: Output) -> int:
         refusal = answer.text
         if not refusal and not _wait_for_end(pid, deadline):
             refusal = (
-                f"it did not end within {args.timeout:g} s: it was told to, and ends when its last write is over; "
+                f"it did not end within {args.timeout:g} s: it will end after its last write; "
                 f"`kill {pid}` ends it now, and loses what is only in memory"
             )
         if refusal:

@@ -197,6 +197,6 @@ class _Plan:
 
 def _agreed(output: Output) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("there is nobody to ask: add --yes to delete, or --dry-run to look")
+        raise ConfigError("cannot ask for confirmation: add --yes to delete, or --dry-run to look")
     output.say("delete them? [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

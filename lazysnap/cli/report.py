@@ -101,7 +101,7 @@ def write_file(path: str, text: str) -> None:
     if os.path.lexists(path):
         with open(path, "rb") as file:
             if file.read(len(mark)) not in (b"", mark.encode()):
-                raise ConfigError(f"{path} is there already, and this command did not write it: choose another name")
+                raise ConfigError(f"{path} already exists, and this command did not write it: choose another name")
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 

@@ -355,7 +355,7 @@ def _resumed(outcome: dict[str, Any], urls: list[str]) -> str:
     safe_step = outcome["safe"]["step"]
     disk_step = outcome["if_disks_stay"]["step"]
     if safe_step is None and disk_step is None:
-        return "nothing: it begins anew"
+        return "nothing: it starts over"
     if disk_step is None:
         return f"step {safe_step} from {source_text(outcome['safe']['source'], urls)}"
     if safe_step is None:

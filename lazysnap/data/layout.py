@@ -142,7 +142,7 @@ def changes_in(state: Mapping[str, Any], layout: EpochLayout, *, is_iterable: bo
     if before["subset"] != layout["subset"]:
         changes.append(
             "its Subset has other indices than in the snapshot, so other samples are trained from here on, maybe some "
-            "that were held out before: random_split without a seed draws anew at each start; give it "
+            "that were held out before: random_split without a seed draws again at each start; give it "
             "generator=torch.Generator().manual_seed(0)"
         )
     if before["data"] != layout["data"]:
@@ -178,7 +178,7 @@ def _change_of_length(state: Mapping[str, Any], layout: EpochLayout, key: str, u
     text = f"the data has {length_now} {unit}, in the snapshot {length_before}"
     num_trained = trained_batches(state)
     if not num_trained:
-        return [f"{text}: as in the program from here on"]
+        return [f"{text}: as in the program from now on"]
     passed = passed_in(state, layout)
     behind = num_trained
     if passed is not None:

@@ -173,8 +173,8 @@ class Position:
         set_counts(self._loaders, state)
         if self._iteration() is not None and is_first_rank():
             logger.warning(
-                "%s: its position is restored inside a loop over it, which goes on as it was: restore before the loop, "
-                "so that the loop begins where the snapshot stands",
+                "%s: its position is restored inside a loop over it, which continues as before: restore before the "
+                "loop, so that the loop begins at the snapshot",
                 type(self._loaders[-1]).__name__,
             )
         self._running = None

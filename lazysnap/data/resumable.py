@@ -55,7 +55,7 @@ class ResumableLoader(Recorded):
     def __init__(self, loader: Any) -> None:
         if not hasattr(loader, "__iter__") or hasattr(loader, "__next__"):
             raise ConfigError(
-                f"ResumableLoader: a data loader is needed, that begins anew at every iter(), got "
+                f"ResumableLoader: a data loader that starts again at every iter() is needed, got "
                 f"{type(loader).__qualname__}"
             )
         super().__init__(loader)
@@ -78,8 +78,8 @@ def with_position(loader: Any) -> tuple[Any, Position]:
     if isinstance(loader, DataLoader):
         return loader, make_resumable(loader)
     logger.warning(
-        "the training data come from a %s, which is no torch.utils.data.DataLoader: a restart iterates it anew and "
-        "drops the batches that were trained. What it counts or keeps for itself beside random generators is lost "
+        "the training data come from a %s, which is no torch.utils.data.DataLoader: a restart iterates it again and "
+        "drops the batches that were trained. Counters and other state, except random generators, are lost "
         "then, and the batches are the same only if their order does not depend on that; use a DataLoader to make sure",
         type(loader).__qualname__,
     )

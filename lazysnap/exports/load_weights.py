@@ -79,7 +79,7 @@ def _load(which: str | int, part: str | None, catalogue: Catalogue) -> dict[str,
     if problems:
         details = f"; found: {'; '.join(problems[:8])}"
     raise SnapshotNotFound(
-        f"{url}: no complete snapshot {which!r} that can be read{details}; `lazysnap ls {url}` lists what is there"
+        f"{url}: no complete snapshot {which!r} that can be read{details}; `lazysnap ls {url}` lists the contents"
     )
 
 

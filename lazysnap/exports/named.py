@@ -92,7 +92,7 @@ def forget_name(directory: str) -> None:
         with contextlib.suppress(FileNotFoundError), _locked(directory, _MOVES_S):
             return
     except WaitTimeout as error:
-        logger.warning("%s; files of it may be moved into the directory beside those that are saved there now", error)
+        logger.warning("%s; files of it may be moved into the directory, next to those that are saved there now", error)
 
 
 def has_checkpoint(directory: str) -> bool:

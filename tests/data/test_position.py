@@ -157,7 +157,7 @@ def test_at_the_end_a_loop_that_was_left_stands_at_its_last_boundary_however_oft
 
 
 def test_what_cannot_begin_anew_is_refused():
-    with pytest.raises(ConfigError, match="begins anew"):
+    with pytest.raises(ConfigError, match="starts again"):
         ResumableLoader(iter([1, 2]))
     with pytest.raises(ConfigError, match="DataLoader is needed"):
         make_resumable([1, 2])

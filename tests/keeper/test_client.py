@@ -586,7 +586,7 @@ def test_a_question_is_asked_again_where_the_keeper_is_lost(keeper, client, peer
 
 
 def test_a_question_without_an_answer_ends(client, peer):
-    with pytest.raises(KeeperError, match=r"did not tell what it holds within 0\.05 s"):
+    with pytest.raises(KeeperError, match=r"did not report its memory within 0\.05 s"):
         client.memory(0.05)
 
 

@@ -154,7 +154,7 @@ class AcceleratorIntegration(WithEngine):
         if names:
             self._report_once(
                 "snapshots do not run the hooks of register_save_state_pre_hook and register_load_state_pre_hook (%s): "
-                'what only these hooks save, such as averaged weights (EMA), begins anew after load_state("latest"). '
+                'what only these hooks save, such as averaged weights (EMA), starts again after load_state("latest"). '
                 "Register it as well, which makes it exact: accelerator.register_for_checkpointing(ema)",
                 ", ".join(names),
             )

@@ -262,7 +262,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             except Exception as error:  # noqa: BLE001  figures are not worth a training
                 self._failed_loggers.add(id(target))
                 text = f"{type(error).__name__}: {error}"
-                logger.warning("%s takes no figures of snapshots: %s", type(target).__name__, text)
+                logger.warning("%s does not accept metrics of snapshots: %s", type(target).__name__, text)
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:

@@ -143,7 +143,7 @@ class TrainingState(ObjectState):
             self._completions_reported = True
             logger.warning(
                 "%s.%s holds values of types that no snapshot can hold: after a restart between two generations the "
-                "completions are generated anew, so the restart is not exact; lazysnap.register_type(...) adds a type",
+                "completions are generated again, so the restart is not exact; lazysnap.register_type(...) adds a type",
                 type(self._trainer).__qualname__,
                 _COMPLETIONS,
             )
