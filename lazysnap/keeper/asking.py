@@ -68,7 +68,10 @@ class NeighbourMemory:
     """
 
     def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
-        """Ask the keeper of the job, and map the memory of that rank."""
+        """Ask the keeper of the job, and map the memory of that rank.
+
+        Blocks: at most ``timeout_s``. Raises: KeeperError, if there is no keeper, or it does not answer.
+        """
         self._slots: dict[int, Slot] = {}
         channel = try_connect(identity)
         if channel is None:

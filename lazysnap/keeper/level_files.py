@@ -285,7 +285,7 @@ class LevelFiles:
     def delete(self, storage: Storage, keys: Sequence[StepKey]) -> None:
         """Delete this node's files of snapshots, manifests first. Raises: LevelError.
 
-        Snapshots with a name, symbolic links and files behind links are not deleted.
+        Nothing is deleted of a snapshot that has a name, or a file that is or is behind a symbolic link.
         """
         # A missing level must fail here. A missing directory would look as if it was deleted.
         directories = set(storage.list())
@@ -326,7 +326,11 @@ class LevelFiles:
     def set_names(
         self, storage: Storage, added: Sequence[NamedStep], released: Sequence[NamedStep]
     ) -> tuple[NameRefusal, ...]:
-        """Remove names from all snapshots of the run, then give names."""
+        """Remove names from all snapshots of the run, then give names.
+
+        Returns: the names that can never be given.
+        Raises: LevelError.
+        """
         for name in sorted({named.name for named in released}):
             release(storage, self.settings.run, name)
             faults.point("keeper.names.released")

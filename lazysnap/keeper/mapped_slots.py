@@ -145,6 +145,11 @@ class Doorbell:
     """Page and eventfd of a keeper: to wake it takes one load of a word, and a system call only if the keeper waits.
 
     They are closed when no thread uses them any more.
+
+    Example::
+
+        doorbell = Doorbell.take(keeper_pid, descriptors)
+        doorbell.ring(step=7)
     """
 
     def __init__(self, keeper_pid: int, page: NodePage, event: int) -> None:

@@ -8,12 +8,13 @@ with the process: a process that can take the lock knows that the writer is dead
 reused, and are different in another container or on another host. Over NFS ``flock`` becomes a lock of the whole file
 at the server, so it works between hosts (and conflicts with ``lockf`` of the same process). Taking a lock never waits.
 
-==================  =========  ================================================================================== who
-lock       from, to ==================  =========
-================================================================================== writer              exclusive
-creation of its file, publication writer              shared     publication, end of its commit: over NFS this takes a
-lost lock again sweep               exclusive  an instant, to see whether a writer lives ==================  =========
-==================================================================================
+==================  =========  ==================================================================================
+who                 lock       from, to
+==================  =========  ==================================================================================
+writer              exclusive  creation of its file, publication
+writer              shared     publication, end of its commit: over NFS this takes a lost lock again
+sweep               exclusive  an instant, to see whether a writer lives
+==================  =========  ==================================================================================
 
 A file whose write or fsync failed is never published: the kernel forgets the bytes it could not write, so a second
 fsync would succeed. No descriptor outlives one file, so the next snapshot sees the present state of a mount.

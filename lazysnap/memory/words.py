@@ -3,20 +3,26 @@
 A word has 8 bytes and exactly one writer. Any process may load any word, so no requests are needed.
 
 ==================  ========  =========================================================================================
-word of a slot      writer    meaning ==================  ========
-========================================================================================= ``MAGIC``           creator
-layout and version ``SLOT_ID``         creator   random number that names the slot in messages ``META_CAPACITY``
-creator   bytes for metadata ``IMAGE_CAPACITY``  creator   bytes for the image ``END``             trainer   equal to
-``BEGIN`` once the capture is whole ``BEGIN``           trainer   step + 1 of the capture in the slot; 0: the slot is
-empty ``SEQUENCE``        trainer   number of the capture, from 1, over all starts of the job; orders the slots by age
-``START``           trainer   id of the start that made the capture, 64 bits ``META_BYTES``      trainer   bytes of the
-metadata ``META_SUM``        trainer   checksum of the metadata ``IMAGE_BYTES``     trainer   bytes of the image
-``WATERMARK``       trainer   image bytes [0, ``WATERMARK``) are copied ``COPIED``          trainer   nanoseconds that
-the copy took; for people ``REACHED``         trainer   step + 1 of the last step boundary, in the slot of the newest
-capture; for people ``HELD``            keeper    ``SEQUENCE`` of the capture that is being read; 0: none ``VOID``
-keeper    ``SEQUENCE`` of a capture that will never be whole, since its trainer died ``REPEATABLE``      trainer   1: a
-restart may train the step of the capture again, to prove itself ==================  ========
-=========================================================================================
+word of a slot      writer    meaning
+==================  ========  =========================================================================================
+``MAGIC``           creator   layout and version
+``SLOT_ID``         creator   random number that names the slot in messages
+``META_CAPACITY``   creator   bytes for metadata
+``IMAGE_CAPACITY``  creator   bytes for the image
+``END``             trainer   equal to ``BEGIN`` once the capture is whole
+``BEGIN``           trainer   step + 1 of the capture in the slot; 0: the slot is empty
+``SEQUENCE``        trainer   number of the capture, from 1, over all starts of the job; orders the slots by age
+``START``           trainer   id of the start that made the capture, 64 bits
+``META_BYTES``      trainer   bytes of the metadata
+``META_SUM``        trainer   checksum of the metadata
+``IMAGE_BYTES``     trainer   bytes of the image
+``WATERMARK``       trainer   image bytes [0, ``WATERMARK``) are copied
+``COPIED``          trainer   nanoseconds that the copy took; for people
+``REACHED``         trainer   step + 1 of the last step boundary, in the slot of the newest capture; for people
+``HELD``            keeper    ``SEQUENCE`` of the capture that is being read; 0: none
+``VOID``            keeper    ``SEQUENCE`` of a capture that will never be whole, since its trainer died
+``REPEATABLE``      trainer   1: a restart may train the step of the capture again, to prove itself
+==================  ========  =========================================================================================
 
 The node page has one word, ``AWAITED``, written by the keeper: see ``NodePage``.
 

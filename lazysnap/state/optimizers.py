@@ -15,8 +15,8 @@ from lazysnap.state.source import OPTIMIZERS, StateSource, parameters_of
 from lazysnap.state.wrappers import stepping
 
 _ADVICE = (
-    "Nothing of the optimizer was loaded. Use the optimizer of the snapshot; to continue with another one, load only the "
-    "model with lazysnap.load_weights(place), or begin with the weights of an exported checkpoint"
+    "Nothing of the optimizer was loaded. Use the optimizer of the snapshot; to continue with another one, load only "
+    "the model with lazysnap.load_weights(place), or begin with the weights of an exported checkpoint"
 )
 
 

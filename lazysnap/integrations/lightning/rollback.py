@@ -1,4 +1,9 @@
-"""Rollback in a running fit: restores everything except the data."""
+"""Rollback in a running fit.
+
+Model, optimizers, schedules that count steps, scaler, random numbers, metrics, callbacks and the step counter are
+restored. The data and its counters continue: loaders and their generators, batches, epochs, schedules that count
+epochs, and callbacks that measure time. The batches since the snapshot are skipped.
+"""
 
 from typing import Any
 
