@@ -78,6 +78,6 @@ def targets(report: Report) -> None:
     allowed_ms = max(2 * memory["state_mb"] / max(rates, default=math.nan), 0.1 * memory["base_step_ms"])
     report.target(f"{MEMORY}: lost per snapshot", "<= {} ms", allowed_ms, memory["lost_ms"])
     raw = report.find(limit="O_DIRECT")["gb_per_s"]
-    for text, name in (("beside training", "durable_s"), ("idle", "idle_s")):
+    for text, name in (("during training", "durable_s"), ("idle", "idle_s")):
         reached = disk["state_mb"] / 1e3 / disk[name] / raw
         report.target(f"{DISK}: durable, {text}", ">= {} of raw O_DIRECT", 0.85, reached)

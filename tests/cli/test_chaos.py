@@ -87,7 +87,7 @@ def test_a_stock_program_that_writes_to_its_directory_passes_in_one_try(chaos, d
     [
         ("prefetch", "SILENT_DIVERGENCE", "it never printed `step "),
         ("refused", "HARD_FAIL", "also after 5 restarts"),
-        ("anew", "LOST_WORK", "it began anew"),
+        ("anew", "LOST_WORK", "it started over"),
     ],
 )
 def test_each_hole_of_a_program_is_found(wrong, verdict, reason, chaos, forking_python):

@@ -185,7 +185,7 @@ def test_loading_a_checkpoint_in_a_running_training_warns_of_nothing(job, caplog
     training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
     training.run(3, 3)
 
-    assert [record.levelname for record in caplog.records if "made anew" in record.message] == ["INFO"]
+    assert [record.levelname for record in caplog.records if "made again" in record.message] == ["INFO"]
     assert not warnings(caplog, "")
     assert training.engine._fetch("latest").step == 3
 
