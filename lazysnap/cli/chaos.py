@@ -334,7 +334,7 @@ class Chaos:
         # After a flip, the only snapshot may have been the one that was damaged.
         elif limit is None and again and trial.fault != "flip" and from_beginning > 1:
             trial.verdict = "LOST_WORK"
-            trial.reason = f"it started over:  {count_of(again, 'step')} had to be repeated"
+            trial.reason = f"it started over: {count_of(again, 'step')} had to be repeated"
 
 
 # ---------------------------------------------------------------- the command

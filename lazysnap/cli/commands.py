@@ -85,7 +85,7 @@ COMMANDS = {
         "Lists steps, states, names and runs; of all runs, or of --run. Reads no tensors.",
     ),
     "show": Command(
-        "what one snapshot holds, without reading its data",
+        "show the contents of a snapshot, without reading its data",
         "inspecting:show",
         (
             _URL,
@@ -118,12 +118,12 @@ COMMANDS = {
             _argument("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run"),
             _argument("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N"),
             _argument("--name", help="remove this name, so that its snapshots may be deleted"),
-            _argument("--dry-run", action="store_true", help="only say what would be deleted"),
+            _argument("--dry-run", action="store_true", help="only show what would be deleted"),
             _argument("--yes", action="store_true", help="do not ask"),
             _STORAGE_OPTION,
         ),
         "lazysnap prune runs/lazysnap --keep-last 3 --dry-run",
-        "Shows what it would delete and asks. Without --keep-last no snapshot goes, only files of dead writers. Of "
+        "Shows what it would delete and asks. Without --keep-last it deletes only files of dead writers. Of "
         "all runs, or of --run. Named snapshots and the newest complete one of each run always stay.",
     ),
     "copy": Command(
@@ -135,11 +135,11 @@ COMMANDS = {
             _RUN,
             _argument("--step", metavar="STEP|NAME|latest", action="append", help="only this one (may be repeated)"),
             _STORAGE_OPTION,
-            _argument("--to-option", help="as --storage-option, for the level to copy to alone", **_KEY_VALUE),
+            _argument("--to-option", help="as --storage-option, only for the level to copy to", **_KEY_VALUE),
         ),
         "lazysnap copy runs/lazysnap s3://bucket/run --step latest",
-        "Copies complete snapshots, the newest first, of all runs or of --run. What is there and sound is not copied "
-        "again. If there is a --to-option, --storage-option is for the first URL alone.",
+        "Copies complete snapshots, the newest first, of all runs or of --run. Valid existing copies are not "
+        "copied again. With --to-option, --storage-option is only for the first URL.",
     ),
     "export": Command(
         "write a snapshot in the format of another tool",
@@ -160,7 +160,7 @@ COMMANDS = {
         "Without --run a step, a name or 'latest' is that of the newest run that has it.",
     ),
     "status": Command(
-        "trainings of this machine, and what a crash would cost now",
+        "show the trainings of this machine, and what a crash would cost now",
         "status:run",
         (
             _argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level"),
@@ -181,7 +181,7 @@ COMMANDS = {
         "The keeper first stores its newest capture. That of a training that runs stays. `lazysnap status` lists jobs.",
     ),
     "report": Command(
-        "where the time of a run went, and the cost of each interruption",
+        "show where the time of a run went, and the cost of each interruption",
         "report:run",
         (
             _argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each"),
@@ -193,7 +193,7 @@ COMMANDS = {
         "Of the newest run, or of --run.",
     ),
     "advise": Command(
-        "how often to capture and store, memory, goodput",
+        "compute how often to capture and store, memory, goodput",
         "advise:run",
         (
             _ANY_URL,
@@ -203,15 +203,15 @@ COMMANDS = {
             ),
             _argument("--ranks", type=int, metavar="N", help="processes (those of the run, or 1 for each node)"),
             _argument("--nodes", type=int, metavar="N", help="machines they run on (those of the run, or 1)"),
-            _argument("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has all, or a part (ddp)"),
+            _argument("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has the whole state, or a part (ddp)"),
             _argument("--step-time", type=parse_time, metavar="TIME", help="time of a step: 0.4s"),
             _argument("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s"),
             _argument("--mtbf", type=parse_time, metavar="TIME", help="time between failures of the training: 3h"),
             _STORAGE_OPTION,
         ),
         "lazysnap advise --params 7b --nodes 2 --ranks 16 --step-time 0.8s --persist 30s --mtbf 3h",
-        "With a URL the times of its newest run are measured; times that are given count more. With --params it says "
-        "also what a training will take that is not started yet.",
+        "With a URL it uses the times of its newest run, unless options give them. With --params it also estimates "
+        "the memory of a planned training.",
     ),
     "doctor": Command(
         "check this node and a level before a training",
@@ -225,11 +225,11 @@ COMMANDS = {
         "Writes 64 MB to the level, reads and deletes them. Exit code 1 if something is bad.",
     ),
     "chaos": Command(
-        "kill your own training on purpose, and judge its restart",
+        "kill your own training on purpose, and check its restart",
         "chaos:run",
         (
             _argument("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=",".join(FAULTS)),
-            _argument("--seed", type=int, default=1603, help="chooses the moments of the faults (1603)"),
+            _argument("--seed", type=int, default=1603, help="determines the times of the faults (1603)"),
             _argument("--result", metavar="GLOB", help="files to compare, besides the numbers that it prints"),
             _argument(
                 "--may-lose", type=int, metavar="N", help="steps that may be trained again (default: any number)"

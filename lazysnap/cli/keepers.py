@@ -143,7 +143,7 @@ def stop(args: argparse.Namespace, output: Output) -> int:
         if not refusal and not _wait_for_end(pid, deadline):
             refusal = (
                 f"it did not end within {args.timeout:g} s: it will end after its last write; "
-                f"`kill {pid}` ends it now, and loses what is only in memory"
+                f"`kill {pid}` ends it now, and loses captures that are only in memory"
             )
         if refusal:
             staying.append({"pid": pid, "reason": refusal})
@@ -178,7 +178,7 @@ def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> t
     except (OSError, KeeperError):
         refusal = (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "
-            f"`kill -9 {pid}`, which loses what is only in memory"
+            f"`kill -9 {pid}`, which loses captures that are only in memory"
         )
         return pid, Answer(text=refusal)
     finally:

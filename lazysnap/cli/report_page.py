@@ -92,7 +92,7 @@ def _strip(figures: dict[str, Any]) -> str:
     for span in figures["spans"]:
         text = f"{LABELS[span['class']]}: {length(span['ended'] - span['began'])}"
         if span["waited_s"]:
-            text += f", of it {length(span['waited_s'])} waiting for copies"
+            text += f", including {length(span['waited_s'])} waiting for copies"
         x = _x(figures, span["began"])
         width = max(0.5, _x(figures, span["ended"]) - x)
         boxes.append(

@@ -280,7 +280,7 @@ def _life(ranks: list[dict[str, Any]]) -> str:
     if rank["training"]:
         return f"training runs, {process}, for {duration(rank['process_age_s'])}"
     if rank["memory_stays_s"] is None:
-        return f"{process} is done; the keeper stores what is left, then ends"
+        return f"{process} is done; the keeper stores the rest, then ends"
     ended = f"{process} ended"
     if rank["ended_age_s"] is not None:
         ended += f" {duration(rank['ended_age_s'])} ago"

@@ -275,7 +275,7 @@ class Iteration:
                 self._next()
             except StopIteration:
                 missing = batches - number + 1
-                logger.warning("the data ends %d batches before the place where it was to continue", missing)
+                logger.warning("the data ends %d batches before the position where it should continue", missing)
                 return
             self.given += 1
             elapsed_s = time.monotonic() - started_s

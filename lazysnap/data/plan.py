@@ -133,7 +133,7 @@ class IterationPlan:
         for index in last_index:
             self.note_index(index)
         if len(first_index) + len(last_index) < min(self.passes, 2):
-            logger.warning("the data ends before batch %d, where it was to continue", self.passes)
+            logger.warning("the data ends before batch %d, where it should continue", self.passes)
         for name in COUNTERS:
             if name in attributes_of(iterator):
                 setattr(iterator, name, self.passes)

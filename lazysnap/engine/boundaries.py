@@ -195,7 +195,7 @@ class Boundaries:
         try:
             self._recorder.report_sizes()
         except (OSError, ValueError) as error:  # only the report needs it
-            logger.info("what the training takes is not known: %s", error)
+            logger.info("the memory of the training is unknown: %s", error)
 
     def capture(self, step: int, started: float) -> bool:
         """Capture ``step``, under ``lock``. ``started``: the start time of this boundary. Returns: True if a capture
