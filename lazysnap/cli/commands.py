@@ -203,7 +203,12 @@ COMMANDS = {
             ),
             _argument("--ranks", type=int, metavar="N", help="processes (those of the run, or 1 for each node)"),
             _argument("--nodes", type=int, metavar="N", help="machines they run on (those of the run, or 1)"),
-            _argument("--sharding", choices=("ddp", "fsdp"), default="ddp", help="each rank has the whole state, or a part (ddp)"),
+            _argument(
+                "--sharding",
+                choices=("ddp", "fsdp"),
+                default="ddp",
+                help="each rank has the whole state, or a part (ddp)",
+            ),
             _argument("--step-time", type=parse_time, metavar="TIME", help="time of a step: 0.4s"),
             _argument("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s"),
             _argument("--mtbf", type=parse_time, metavar="TIME", help="time between failures of the training: 3h"),
