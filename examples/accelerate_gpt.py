@@ -2,7 +2,7 @@
 
     python examples/accelerate_gpt.py        (or: accelerate launch examples/accelerate_gpt.py)
 
-Kill it with `kill -9` and start it again: it goes on from the last optimizer step, in mid-epoch too.
+Kill it with `kill -9` and start it again: it continues from the last optimizer step, in mid-epoch too.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
     accelerator.register_for_checkpointing(progress)
     accelerator.load_state("latest")
     while progress.step < args.max_steps:
-        for ids, targets in loader:  # after a restart: what is left of the epoch
+        for ids, targets in loader:  # after a restart: the rest of the epoch
             loss = cross_entropy(model(ids).flatten(0, 1), targets.flatten())
             accelerator.backward(loss)
             optimizer.step()

@@ -2,7 +2,7 @@
 
     python examples/fabric.py
 
-Kill it with `kill -9` and start it again: it goes on from the last optimizer step, in mid-epoch too.
+Kill it with `kill -9` and start it again: it continues from the last optimizer step, in mid-epoch too.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     with SnapshotEngine(args.dirpath, state) as engine:
         engine.restore("latest")
         while engine.step < args.max_steps:
-            for ids, targets in loader:  # after a restart: what is left of the epoch
+            for ids, targets in loader:  # after a restart: the rest of the epoch
                 loss = cross_entropy(model(ids).flatten(0, 1), targets.flatten())
                 fabric.backward(loss)
                 optimizer.step()

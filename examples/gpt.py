@@ -23,7 +23,7 @@ class GPTSize:
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, each behind a layer norm and beside a residual path."""
+    """Attention and a two-layer network, each after a layer norm and with a residual connection."""
 
     def __init__(self, size: GPTSize) -> None:
         super().__init__()

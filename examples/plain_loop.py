@@ -2,7 +2,7 @@
 
     python examples/plain_loop.py
 
-Kill it with `kill -9` and start it again: it goes on from the last optimizer step.
+Kill it with `kill -9` and start it again: it continues from the last optimizer step.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
         start = f"resumed at step {snapshot.step} from {snapshot.level}" if snapshot else "a fresh start"
         print(start, flush=True)
         while engine.step < args.max_steps:
-            for batch in loader:  # after a restart: what is left of the epoch
+            for batch in loader:  # after a restart: the rest of the epoch
                 loss = model.loss(*batch)
                 loss.backward()
                 optimizer.step()  # the engine's hook waits here, only if the last copy is not done yet
