@@ -21,9 +21,7 @@ from cli_level import (
     run,
     run_json,
 )
-from support.catalogue import inventory_of
-
-from lazysnap.levels.store import open_storage
+from support.stored import steps_at
 
 
 def content(url: str, path: str) -> bytes:
@@ -95,7 +93,7 @@ def test_some_can_be_chosen(make_url, words, expected):
     put(source, 20, names=("best",))
     put(source, 30)
     assert run("copy", source, target, *words) == 0
-    assert sorted(entry.step for entry in inventory_of(open_storage(target)).entries) == expected
+    assert steps_at(target) == expected
 
 
 def test_a_damaged_snapshot_is_named_and_left_out_and_the_others_are_copied(places, capsys):

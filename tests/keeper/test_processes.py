@@ -12,6 +12,7 @@ import sys
 import pytest
 from support.catalogue import inventory_of
 from support.listing import files_below
+from support.stored import steps_at
 from support.waiting import stop, until
 
 from lazysnap.core.messages import PROTOCOL
@@ -19,10 +20,6 @@ from lazysnap.errors import KeeperError
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import Question
 from lazysnap.levels.store import open_storage
-
-
-def steps_at(url):
-    return sorted(entry.step for entry in inventory_of(open_storage(str(url))).entries)
 
 
 def starts_at(url):
