@@ -8,7 +8,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from small_training import TIMEOUT_S, Training, end
-from support.stored import newest_directory, runs_at, snapshots_at, steps_at
+from support.stored import newest_directory, runs_at, snapshots_at
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
@@ -36,7 +36,7 @@ def start_with_a_named_step(job, path):
     training.engine.keep("x")
     train(training, 5, 8)
     assert training.engine._flush(TIMEOUT_S)
-    until(lambda: steps_at(path) == [[8, 7, 4]])  # deletions may follow
+    until(lambda: steps_of_runs(path) == [[8, 7, 4]])  # deletions may follow
     return training
 
 
@@ -134,7 +134,7 @@ def test_a_capture_of_the_run_that_was_left_deletes_no_branch_point_when_storage
     assert second.engine._wait_ready(TIMEOUT_S)
     train(second, 2, 3)
     end(second)  # the keeper deletes old snapshots behind ``close``, too
-    assert steps_at(path) == [[3], [1]]
+    assert steps_of_runs(path) == [[3], [1]]
 
 
 def test_a_name_given_on_the_branch_just_before_the_keeper_dies_is_not_taken_for_one_that_is_stored(job, tmp_path):
