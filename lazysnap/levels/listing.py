@@ -25,7 +25,7 @@ class Directory:
     bare: str = ""
     """The first file, or base of one, that has no manifest; empty if each has one."""
     stamp: Any = None
-    """See ``Storage.stamp``: distinguishes directories of the same name on different disks; ``None`` if not asked for."""
+    """See ``Storage.stamp``: distinguishes directories of the same name on different disks. ``None``: not asked for."""
 
     @property
     def snapshot(self) -> SnapshotName:
