@@ -10,7 +10,7 @@ from typing import TypeVar
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import Blocks, FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.source import Progress, no_progress
+from lazysnap.levels.source import ByteCounter, no_progress
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -167,8 +167,8 @@ def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
     return OpenShard(shard.meta, layout, blocks, shard.offset, header)
 
 
-def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
-    """Read the headers of all shards; ``verify``: as ``open_shard``.
+def open_snapshot(catalogue: Catalogue, plan: RestartPlan) -> OpenSnapshot:
+    """Read the headers of all shards. ``read`` compares them with their checksums.
 
     The files stay open until the snapshot is closed (of very many the first ones): where the place allows, they can be
     read even if retention deletes them meanwhile. ``plan``: of this catalogue.
@@ -186,7 +186,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     def open_file(place: FilePlace) -> None:
         blocks = files[place]
         for rank in ranks[place]:
-            shards[rank] = open_shard(rank, blocks, verify=verify)
+            shards[rank] = open_shard(rank, blocks, verify=False)
         blocks.release()
 
     try:
@@ -221,7 +221,7 @@ def retry_if_deleted(storage: Storage, attempt: Callable[[Catalogue], Result]) -
     ) from last_error
 
 
-def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
+def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: ByteCounter = no_progress) -> None:
     """Read these bytes of shards as ``blocks.fill`` does; also compare headers that were not compared yet."""
     jobs_of_blocks: dict[Blocks, list[WantedBytes]] = defaultdict(list)
     for shard, parts in jobs.items():
