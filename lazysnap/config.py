@@ -254,10 +254,10 @@ class PersistentLevel:
     """Path or URL of the directory that holds ``step-…`` directories. Made absolute when local."""
     every_s: float | None = field(default=None, kw_only=True)
     """Seconds from one stored snapshot to the next; the first whole capture is stored at once. ``None``: 60 at a path,
-    300 at a URL, unless ``every_n_steps`` is given. Captures that come while the level is busy are left out."""
+    300 at a URL, unless ``every_n_steps`` is given. Captures that come while the level is busy are skipped."""
     every_n_steps: int | None = field(default=None, kw_only=True)
     """Store by steps, not by time: the captures whose step is a multiple of it, on all ranks. Captures that come while
-    the level is busy are left out. A level that copies from a faster one takes the newest complete snapshot there, once
+    the level is busy are skipped. A level that copies from a faster one takes the newest complete snapshot there, once
     a multiple was passed."""
     keep_last: int = field(default=2, kw_only=True)
     """Complete snapshots of this run to keep; older ones are deleted."""
@@ -270,7 +270,7 @@ class PersistentLevel:
     """Upper bound for writes, averaged over seconds; ``None``: no bound. Restores are not bounded."""
     timeout_s: float = field(default=120.0, kw_only=True)
     """An operation that moves no byte for so long is abandoned, and the level counts as failed. Training and the other
-    levels go on, and the next snapshot tries again."""
+    levels continue, and the next snapshot tries again."""
 
     if TYPE_CHECKING:  # the field is text, also where a path was given
 
@@ -321,7 +321,7 @@ class MemoryLevel:
     """Upper bound for the memory of all slots of this rank together; ``None``: the free memory of the machine."""
     spill_dir: str | None = None
     """Directory on a local disk in which slots are files where memory does not suffice. ``None``: that of the first
-    local level. An empty text: there are none, and training goes on without snapshots then."""
+    local level. An empty text: there are none, and training continues without snapshots then."""
 
     if TYPE_CHECKING:  # the field is text, also where a path was given
 
@@ -383,7 +383,7 @@ class SnapshotConfig:
     no level (docs/several-ranks.md). ``None``: none."""
     require_memory: bool = False
     """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
-    warns and goes on without snapshots."""
+    warns and continues without snapshots."""
     verify_restart: bool | Literal["always"] = True
     """Let the first restart of a run from memory resume one step before the newest capture, and compare that step,
     trained again, with the capture (docs/operations.md). ``"always"``: each restart from memory. ``False``: none. Only
@@ -473,7 +473,7 @@ def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
 
 
 def too_few_nodes(config: SnapshotConfig, nodes: int) -> str | None:
-    """Return the text of a warning, if so many nodes give less protection than was asked for."""
+    """Return the text of a warning, if so many nodes give less protection than was requested."""
     requested = config.redundancy
     possible = redundancy_for(config, nodes)
     if not isinstance(requested, Redundancy) or possible is None or possible == requested:

@@ -5,8 +5,8 @@ A point costs one comparison while the environment variable ``LAZYSNAP_FAULT`` i
 ``LAZYSNAP_FAULT="keeper.persist.before_rename:2:kill"``
     the second time that a process passes this point, do the action:
     ``kill`` (SIGKILL this process), ``kill-peer`` (SIGKILL the other one: the trainer's keeper, the keeper's
-    trainer), ``kill-both``, ``raise`` (OSError EIO), ``enospc`` (OSError ENOSPC), ``hang`` (this thread, for ever),
-    ``stop`` (SIGSTOP this process; SIGCONT lets it go on).
+    trainer), ``kill-both``, ``raise`` (OSError EIO), ``enospc`` (OSError ENOSPC), ``hang`` (this thread, forever),
+    ``stop`` (SIGSTOP this process; SIGCONT lets it continue).
 ``LAZYSNAP_FAULT_LOG=/path``
     append the name of every point that is passed; a dry run counts them.
 """

@@ -354,7 +354,7 @@ PRELUDES = {
     "coming-from.md#weights-that-you-have": pretrained,
     "lightning.md#lightning": lightning,
     "accelerate.md#accelerate": accelerate,
-    "accelerate.md#attach-an-accelerator-that-somebody-else-made": accelerate_framework,
+    "accelerate.md#attach-an-existing-accelerator": accelerate_framework,
     "transformers.md#the-trainer-of-transformers": transformers,
     "plain-loop.md#fabric": plain,
     "plain-loop.md#plain-loops-and-fabric": plain,

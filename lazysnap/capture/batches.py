@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from lazysnap.capture.plan import TensorRecord
 
 SMALL_BYTES = 64 << 10
-"""Larger tensors are copied one by one: the cost of a call does not matter there."""
+"""Larger tensors are copied one by one, because the cost of a call is negligible for them."""
 _MOST_BYTES = 1 << 20
-"""Bytes of a batch. Between two batches a copy that was given up can stop."""
+"""Maximum bytes of a batch. A cancelled copy can stop between two batches."""
 _MOST_MEMBERS = 1024
 """Tensors of a batch: the limit of one ``pwritev``."""
 
@@ -29,7 +29,7 @@ class Batch:
     """Address and length of each tensor, when the plan was made."""
 
     def pieces_at(self, addresses: "array[int]") -> "array[int]":
-        """Return the pieces for members that are at other addresses now."""
+        """Return the pieces for tensors that have moved to other addresses."""
         pieces = array("Q", self.pieces)
         pieces[0::2] = addresses
         return pieces

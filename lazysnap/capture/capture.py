@@ -1,4 +1,4 @@
-"""One capture: everything that is known of one boundary's copy on one rank."""
+"""One capture: the state of one boundary's copy on one rank."""
 
 import enum
 import threading
@@ -27,7 +27,7 @@ class CapturePhase(enum.Enum):
 class Capture:
     """The capture of one boundary into ``slot``, and its outcome.
 
-    Phase changes are one act under a lock: a late copy that was given up on never commits.
+    Phase changes are atomic under a lock, so a late copy of a dropped capture never commits.
     """
 
     def __init__(
@@ -40,34 +40,36 @@ class Capture:
         self.sequence = sequence
         """Number of the capture in its slot."""
         self.previous_sequence = 0
-        """Number of the whole capture that was in the slot before, whose bytes are there; 0: there was none."""
+        """Number of the whole capture that was in the slot before, whose bytes are still there; 0: none."""
         view = slot.view()
         if view.is_whole:
             self.previous_sequence = view.sequence
         self.sources = tensors
-        """Kept alive until nothing reads them; empty then."""
+        """The sources, kept alive until nothing reads them; empty afterwards."""
         if plan.is_converting:
             self.sources = list(map(stored_form, tensors))
         self._versions = versions_of([tensors[index] for index in plan.lazy])
         """The version of each lazy tensor at the boundary."""
         self.phase = CapturePhase.COPYING
         self.reason = ""
-        """The reason for which it was dropped."""
+        """The reason why it was dropped."""
         self.copy_s = 0.0
         self.arrivals: list[tuple[int, Callable[[], None]]] = []
         """Copies from devices: the place in the image where a copy begins, and a function that blocks until its bytes
-        are there."""
+        have arrived.
+        """
         self.device_copies: list[tuple[torch.Event, torch.Event]] = []
-        """Events before and behind all copies of each device, also where queueing them failed. A copy that no device
-        orders before what training does behind the gate is none of them until it is over."""
+        """Events before and after all copies of each device, also if queueing them failed. A copy that no device orders
+        before the work of training after the gate is added only when it is over.
+        """
         self.cpu_sources_read = threading.Event()
-        """Set when no tensor in CPU memory is read any more: these may change again."""
+        """Set when all tensors in CPU memory have been read, so that they may change again."""
         self.released = threading.Event()
         """Set when nothing writes into the slot any more. The phase is final then."""
         self.is_slot_returned = False
         """True if the slot may be unmapped by now."""
         self.is_past_gate = False
-        """True if its sources may change: no gate waits for it on the host any more."""
+        """True if its sources may change: no gate on the host waits for it any more."""
         self.is_counted = False
         """True if the engine has counted its outcome."""
         self._lock = threading.Lock()
@@ -79,7 +81,7 @@ class Capture:
 
     @property
     def is_in_slot(self) -> bool:
-        """True as long as no later capture was begun in its slot."""
+        """Return True while no later capture was begun in its slot."""
         return not self.is_slot_returned and self.slot.view().sequence == self.sequence
 
     def changed_sources(self) -> list[str]:
@@ -105,8 +107,8 @@ class Capture:
         return names
 
     def pass_gate(self) -> None:
-        """Compare the sources for the last time: what is queued from now on is ordered behind the copies, and may
-        change them. A capture whose sources changed is dropped.
+        """Compare the sources for the last time: later work on the device is ordered after the copies, and may change
+        them. Drops the capture if its sources changed.
         """
         with self._lock:
             if self.phase is CapturePhase.COPYING:
@@ -114,12 +116,12 @@ class Capture:
             self.is_past_gate = True
 
     def commit(self) -> bool:
-        """Mark the slot whole, unless the capture was dropped or its sources changed before the gate. Every byte of
-        every source was read. The last act of a capture, on the copy thread.
+        """Mark the slot whole, after every byte was read, unless the capture was dropped or its sources changed before
+        the gate. The last operation of a capture, on the copy thread.
         """
         with self._lock:
             if self.phase is CapturePhase.COPYING and not self.is_past_gate:
-                # What changes from now on does not matter; what changed before may be torn.
+                # Later changes do not matter; earlier ones may have torn the copy.
                 self._compare()
             if self.phase is not CapturePhase.COPYING:
                 return False
@@ -135,7 +137,7 @@ class Capture:
             return self._drop(phase, reason)
 
     def release(self) -> None:
-        """Let go of the sources: nothing reads them, and nothing writes into the slot, any more. Copy thread."""
+        """Release the sources: nothing reads them or writes into the slot any more. Copy thread."""
         self.sources = ()
         self.arrivals = []
         self.cpu_sources_read.set()

@@ -23,22 +23,22 @@ class Captures:
 
     def __init__(self) -> None:
         self.history: list[Capture] = []
-        """Oldest first: the newest capture, and earlier ones that their slots still hold or that still write there."""
+        """Oldest first: the newest capture, and earlier ones that are still in their slots or still being written."""
         self._past_sequence = 0
-        """Captures up to this number are of another past: another state was loaded since."""
+        """Captures up to this number precede the last load of another state."""
         self._thread = CopyThread()
         self._copiers: dict[torch.device, DeviceCopier] = {}
         self._device_waits: list[tuple[torch.Event, torch.Event]] = []
-        """Events round each wait of a compute stream that is not counted yet."""
+        """Events before and after each wait of a compute stream that is not counted yet."""
         self._headers: dict[int, tuple[int, bytes]] = {}
-        """The header that this process wrote last into each slot, by slot id, and the number of that capture."""
+        """The last header that this process wrote into each slot, by slot id, and the number of that capture."""
         self._is_hung = False
         """True after a wait for a capture failed, until nothing writes for it any more."""
 
     # The outcome of captures
 
     def leave_past(self) -> None:
-        """Another state is loaded: no capture until now counts any more. Their slots may still be written to."""
+        """Forget all captures, because another state is loaded. Their slots may still be written to."""
         if self.history:
             self._past_sequence = self.history[-1].sequence
 
@@ -49,7 +49,7 @@ class Captures:
 
     @property
     def newest(self) -> Capture | None:
-        """The capture that began last."""
+        """Return the last begun capture."""
         return next(self._newest_first(), None)
 
     def of_step(self, step: int) -> Capture | None:
@@ -62,16 +62,16 @@ class Captures:
     def whole_steps(self) -> list[int]:
         """Return the steps of captures that are whole and still in memory, the newest first.
 
-        May be called on any thread. The keeper may just have died.
+        Thread-safe. The keeper may just have died.
         """
         return [capture.step for capture in self._newest_first() if _is_whole_in_slot(capture)]
 
     def newest_whole_step(self) -> int | None:
-        """Return the step of the newest capture that is whole and still in memory. As ``whole_steps``."""
+        """Return the newest of ``whole_steps``."""
         return next(iter(self.whole_steps()), None)
 
     def is_held(self, step: int) -> bool:
-        """True if the keeper holds the capture of ``step``: it is not written over before it is stored."""
+        """True if the keeper holds the capture of ``step``: it is not overwritten before it is stored."""
         capture = self.of_step(step)
         if capture is None:
             return False
@@ -80,7 +80,7 @@ class Captures:
 
     @property
     def has_lost_newest(self) -> bool:
-        """True if the capture that began last was dropped, then or later; behind the gate."""
+        """True if the last begun capture was dropped. Call it after the gate."""
         newest = self.newest
         return newest is not None and not _is_whole_in_slot(newest)
 
@@ -88,7 +88,7 @@ class Captures:
 
     @property
     def before_gate(self) -> Capture | None:
-        """The capture that no gate has passed yet."""
+        """Return the capture that no gate has passed yet."""
         if not self.history or self.history[-1].is_past_gate:
             return None
         return self.history[-1]
@@ -99,9 +99,9 @@ class Captures:
         return self.before_gate is not None or any(not capture.released.is_set() for capture in self.history)
 
     def wait_released(self, timeout_s: float) -> bool:
-        """Block until nothing writes for an earlier capture any more, at most ``timeout_s``; ``False`` after that.
+        """Block until no earlier capture is written any more, at most ``timeout_s``; ``False`` after that.
 
-        A capture that hangs is dropped, and waited for only once.
+        A capture that hangs is dropped, and the wait is not repeated for it.
         """
         deadline = time.monotonic()
         if not self._is_hung:
@@ -118,16 +118,16 @@ class Captures:
         self._is_hung = True
 
     def begin(self, capture: Capture) -> None:
-        """Copy what is eager, queue what is lazy. The slot's ``begin`` was called before.
+        """Copy eager tensors, and queue lazy ones. Call the slot's ``begin`` first.
 
-        Raises: whatever a copy meets; then the capture is discarded, and its slot is free when devices have done what
-        was queued.
+        Raises: errors of a copy; then the capture is discarded, and its slot is free when devices have finished queued
+        work.
         """
         self.history = [*filter(_is_needed, self.history), capture]
         try:
             self._start(capture)
         except BaseException as error:
-            # A capture that stayed half begun would keep its readers waiting.
+            # Otherwise readers would wait for a capture that never continues.
             capture.drop(CapturePhase.ABORTED, f"it could not begin: {type(error).__name__}: {error}")
             capture.is_past_gate = True
             self._gate_devices(capture)
@@ -146,7 +146,7 @@ class Captures:
             self._copiers[device].begin(capture)
 
     def _write_header(self, capture: Capture) -> None:
-        """Put the header into the image, unless the capture before in this slot left the same header there.
+        """Write the header into the image, unless the previous capture in this slot left the same header.
 
         The bytes in shared memory prove nothing: another process may have written them. So only captures of this
         process count, and only if no other capture was begun in between.
@@ -158,11 +158,11 @@ class Captures:
         self._headers[slot.slot_id] = (capture.sequence, header)
 
     def finish(self, timeout_s: float) -> Capture | None:
-        """Pass the gate: when this returns, sources may change. Return the capture that passed it; ``None`` if it
-        passed an earlier gate, and this gate only waited for the copies of devices.
+        """Pass the gate: afterwards sources may change. Return the capture that passed; ``None`` if it passed an
+        earlier gate, and this gate only waited for the copies of devices.
 
-        Blocks: until the copy thread has read what is in CPU memory, at most ``timeout_s``; then the capture is dropped
-        and never becomes whole. Device copies are waited for by the device; such a capture becomes whole later.
+        Blocks: until the copy thread has read CPU memory, at most ``timeout_s``; then the capture is dropped and never
+        becomes whole. The device itself waits for its copies; such a capture becomes whole later.
         """
         capture = self.before_gate
         if capture is None:
@@ -181,11 +181,11 @@ class Captures:
         if not capture.device_copies:
             return
         for device in capture.plan.devices:
-            if device in self._copiers:  # a capture that could not begin may not have come to all devices
+            if device in self._copiers:  # a capture that failed to begin may not have reached all devices
                 self._device_waits.append(self._copiers[device].gate())
 
     def take_ended(self) -> list[Capture]:
-        """Return captures that are whole or dropped by now, and past their gate; each once."""
+        """Return captures that are whole or dropped, and past their gate; each once."""
         ended = []
         for capture in self.history:
             has_outcome = capture.phase not in (CapturePhase.COPYING, CapturePhase.ABORTED)
@@ -207,11 +207,11 @@ class Captures:
         return ended_ms / 1000
 
     def discard(self, reason: str) -> bool:
-        """Drop the capture in flight: an optimizer stepped without waiting for it. ``False``, if there is none."""
+        """Drop the running capture, because an optimizer stepped without waiting for it. ``False`` if there is none."""
         return self.before_gate is not None and self.before_gate.drop(CapturePhase.TORN, reason)
 
     def is_disturbed(self) -> bool:
-        """True if a source of the capture in flight changed since the boundary, before it was whole."""
+        """True if a source of the running capture changed before it was whole."""
         capture = self.before_gate
         if capture is None:
             return False
@@ -225,7 +225,7 @@ class Captures:
         return any(capture.slot is slot and not capture.released.is_set() for capture in self.history)
 
     def forget(self, slot: TrainerSlot) -> None:
-        """Release ``slot``, which is returned to the keeper. The outcome of the newest capture is still known."""
+        """Release ``slot``, which is returned to the keeper. The outcome of the newest capture is kept."""
         remembered = []
         for capture in self.history:
             if capture.slot is slot:
@@ -254,7 +254,7 @@ def _slot_view(capture: Capture) -> SlotView | None:
 
 
 def slot_phase(capture: Capture) -> SlotPhase:
-    """Return the phase of a capture in its slot; EMPTY if it was dropped, or is not in the slot any more."""
+    """Return the phase of a capture in its slot; EMPTY if it was dropped or overwritten."""
     if capture.is_dropped:
         return SlotPhase.EMPTY
     view = _slot_view(capture)

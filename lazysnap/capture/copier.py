@@ -1,8 +1,8 @@
-"""The copy thread: copies CPU tensors, waits for devices, and alone moves the watermark and writes the end word.
+"""The copy thread: copies CPU tensors, waits for devices, moves the watermark and writes the end word.
 
-Dense CPU tensors are copied with ``memmove`` in slices of 1 MiB, on this thread alone: ``Tensor.copy_`` would start a
-second team of compute threads beside that of training.
-Small tensors that are adjacent in the image are copied with one system call: one by one, each takes 6 µs.
+Dense CPU tensors are copied with ``memmove`` in slices of 1 MiB, on this single thread: ``Tensor.copy_`` would start
+another team of compute threads. Small tensors that are adjacent in the image are copied with one system call: one by
+one, each would take 6 µs.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ SLICE_BYTES = 1 << 20
 
 
 def copy_eager(capture: Capture) -> None:
-    """Copy every CPU tensor that may change at any time, before control returns to training. Blocks."""
+    """Copy every eager CPU tensor, before control returns to training. Blocks."""
     views = []
     sources = []
     for batch in capture.plan.eager_batches:
@@ -72,7 +72,7 @@ class CopyThread:
         self._queued.put(capture)
 
     def close(self, timeout_s: float) -> None:
-        """Stop the thread after the captures that it has. Blocks: at most ``timeout_s``."""
+        """Stop the thread after its pending captures. Blocks: at most ``timeout_s``."""
         if self._thread is not None:
             self._queued.put(None)
             self._thread.join(timeout_s)
@@ -96,7 +96,7 @@ class CopyThread:
                 capture.cpu_sources_read.set()
                 _await_devices(capture)
                 capture.release()
-            del capture  # not kept alive until the next one comes
+            del capture  # so that it is not kept alive until the next one
 
     def _copy(self, capture: Capture) -> None:
         started = time.perf_counter()
@@ -123,13 +123,13 @@ class CopyThread:
 
 def _copy_from_cpu(capture: Capture, first_of_device: int) -> None:
     """Copy the lazy CPU tensors in file order; the watermark stops where bytes of a device begin."""
-    # A tensor, so that the slot stays mapped meanwhile. One for each record would be hundreds, and start a collection.
+    # One tensor keeps the slot mapped. One for each record would be hundreds, and trigger a garbage collection.
     image = view_of(capture.slot.image, 0, torch.uint8, (1,))
     for batch in capture.plan.lazy_batches:
         if capture.is_dropped:
             return
-        # The addresses are of the plan: if one has changed since, the capture is dropped anyway. If nothing is
-        # mapped there any more, the call fails.
+        # The addresses are of the plan. If one has changed since, the capture is dropped anyway. If it is no longer
+        # mapped, the call fails.
         if len(batch.members) == 1 or not _gather(capture, batch, batch.pieces):
             for index in batch.members:
                 _copy_one(capture, index, image)
@@ -140,7 +140,7 @@ def _copy_from_cpu(capture: Capture, first_of_device: int) -> None:
 
 def _copy_one(capture: Capture, index: int, image: torch.Tensor) -> None:
     record = capture.plan.records[index]
-    source = capture.sources[index].detach()  # its memory stays while it is read, whatever the owner does
+    source = capture.sources[index].detach()  # keeps the memory alive while it is read
     if record.is_dense:
         _copy_bytes(capture, image.data_ptr() + record.offset, source.data_ptr(), record.nbytes)
     else:
@@ -155,7 +155,7 @@ def _copy_bytes(capture: Capture, target: int, source: int, count: int) -> None:
 
 
 def _await_devices(capture: Capture) -> None:
-    """Block until no device writes into the slot any more, whatever became of the capture."""
+    """Block until no device writes into the slot any more, also for a dropped capture."""
     for _, behind in capture.device_copies:
         try:
             behind.synchronize()

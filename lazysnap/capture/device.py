@@ -6,15 +6,15 @@ the trainer; no second host copy. Sequence at a boundary:
 1. on the compute stream: frozen tensors are compared with their bytes in the slot (``capture.frozen``), and skipped
    below; eager tensors (they may change in forward) are copied into a staging buffer on the device, or to the host
    beyond ``STAGED_BYTES``;
-2. the side stream waits for an event recorded behind step 1; so it also waits for the optimizer's kernels;
-3. on the side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
+2. the side stream waits for an event recorded after step 1; so it also waits for the optimizer's kernels; 3. on the
+side stream: small lazy tensors into the staging buffer, then runs of the staging buffer and each big tensor
    to the host, in file order, events in between. The copy thread waits for these events;
-4. the gate makes the compute stream wait for an event behind all copies: no host thread blocks.
+4. the gate makes the compute stream wait for an event after all copies: no host thread blocks.
 
 Into a slot that is not page-locked the copy thread copies instead of the side stream, through its own page-locked
 buffers (``reader``). The gate then waits for the copy thread, as for copies from a CPU.
 
-The device writes no control words. Calls wait for it only where large eager tensors go into a slot that is not
+The device writes no control words. Calls wait for it only to copy large eager tensors into a slot that is not
 page-locked.
 """
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 SMALL_BYTES = 256 << 10
 """Lazy tensors up to this size pass through the staging buffer, in one copy with their neighbours in the file."""
 STAGED_BYTES = 64 << 20
-"""Most bytes of eager tensors in the staging buffer, which exists for as long as training runs."""
+"""Maximum bytes of eager tensors in the staging buffer, which exists as long as training runs."""
 EVENT_BYTES = 64 << 20
 """Bytes copied between two events that move the watermark."""
 
@@ -49,7 +49,7 @@ Transfer = tuple[int, torch.Tensor, torch.Tensor]
 class DeviceCopier:
     """Copies for one device. Methods are called on the training thread.
 
-    They wait for the device only where eager tensors are large and the slot is not page-locked.
+    They wait for the device only if eager tensors are large and the slot is not page-locked.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class DeviceCopier:
         self._side = torch.Stream(device)
         self._plan: CapturePlan | None = None
         self._runs: list[tuple[int, torch.Tensor]] = []
-        """Tensors that are adjacent in the file, and one copy: their start in the image, and their staging buffer."""
+        """Adjacent tensors that are copied together: their start in the image, and their staging buffer."""
         self._large: dict[bool, list[int]] = {}
         """Tensors that are copied without staging, the lazy ones under ``True``."""
         self._staging: dict[int, torch.Tensor] = {}
@@ -66,8 +66,8 @@ class DeviceCopier:
         self._has_warned = False
 
     def begin(self, capture: Capture) -> None:
-        """Queue all copies of this device. ``arrivals`` and ``device_copies`` of the capture list what was queued, also
-        where this raises: out of memory, for example.
+        """Queue all copies of this device. ``arrivals`` and ``device_copies`` of the capture list the queued copies,
+        also if this raises (out of memory, for example).
         """
         is_locked = register(capture.slot, self._device)  # usually done before, in the background
         with torch.accelerator.device_index(self._device.index), torch.no_grad():
@@ -85,7 +85,7 @@ class DeviceCopier:
                 capture.arrivals.append((capture.plan.layout.size_bytes, partial(self._end, capture, before)))
 
     def gate(self) -> tuple[torch.Event, torch.Event]:
-        """Let the compute stream wait until the copies are done. Return the events before and behind its wait."""
+        """Make the compute stream wait until the copies are done. Return the events before and after its wait."""
         compute = torch.accelerator.current_stream(self._device)
         before = torch.Event(self._device, enable_timing=True)
         behind = torch.Event(self._device, enable_timing=True)
@@ -128,7 +128,7 @@ class DeviceCopier:
 
     def _prepare(self, plan: CapturePlan) -> None:
         """Find the runs of adjacent tensors and make their staging buffers, once per plan."""
-        # Buffers of the last plan return to the compute stream, which passed the gate behind the copies from them.
+        # Buffers of the last plan return to the compute stream, which passed the gate after the copies from them.
         self._plan = None
         self._large = {True: [], False: []}
         self._runs = []
@@ -158,7 +158,7 @@ class DeviceCopier:
         self._warn_of_large(plan, self._frozen)
 
     def _warn_of_large(self, plan: CapturePlan, frozen: FrozenTensors) -> None:
-        """Warn once of eager tensors that are copied to the host while the compute stream waits."""
+        """Warn once about eager tensors that are copied to the host while the compute stream waits."""
         records = [plan.records[index] for index in self._large[False] if index not in frozen]
         if records and not self._has_warned:
             self._has_warned = True

@@ -1,4 +1,4 @@
-"""Accelerators: support for copies from a device, and the calls that each device's module names in its own way."""
+"""Accelerators: checks for supported devices, and calls whose names differ between devices."""
 
 import functools
 from typing import Any
@@ -37,7 +37,7 @@ def event_for_thread(device: torch.device, *, enable_timing: bool = False) -> to
     """Return an event, recorded on the current stream, whose ``synchronize`` takes no processor time while it waits.
 
     ``torch.Event`` ignores ``blocking``, so this is an event of the device's own module. No stream may wait for it, and
-    it may be compared with its like only.
+    it may only be compared with events of the same kind.
     """
     make = getattr(torch.get_device_module(device), "Event", torch.Event)
     try:
@@ -49,7 +49,7 @@ def event_for_thread(device: torch.device, *, enable_timing: bool = False) -> to
 
 
 def is_capturing_graph() -> bool:
-    """True while what this thread queues on the accelerator is recorded into a graph instead of being run. Hot."""
+    """True while this thread records a graph on the accelerator. Hot."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return False

@@ -1,4 +1,4 @@
-"""Torch dtypes and their names in a shard; dtypes that a shard has no name for are stored as numbers that it has."""
+"""Torch dtypes and their names in a shard. Dtypes without a name are stored as another dtype."""
 
 import torch
 
@@ -32,7 +32,7 @@ _STORED_AS: dict[torch.dtype, torch.dtype] = {
     torch.float8_e4m3fnuz: torch.uint8,
     torch.float8_e5m2fnuz: torch.uint8,
 }
-# Older releases of torch do not have these. safetensors has names for them, which older readers of it do not know.
+# Older releases of torch lack these dtypes. safetensors has names for them, which its older readers do not know.
 for _name in ("float8_e8m0fnu", "float4_e2m1fn_x2"):
     if hasattr(torch, _name):
         _STORED_AS[getattr(torch, _name)] = torch.uint8

@@ -1,20 +1,20 @@
 """Frozen tensors on a device that need no copy, because the slot holds their bytes already.
 
-The parameters of a fine-tuning that have no gradient are gigabytes that never change. Each slot gets them once, and
-again only when they did change:
+Frozen parameters of a fine-tuning can be gigabytes that never change. They are copied once into each slot, and again
+only after a change:
 
-* A tensor that was replaced, or written to in a way that torch counts, is known at the boundary. It is copied.
+* A tensor that was replaced, or written to in a way that torch counts, is detected at the boundary and copied.
 * A write through ``.data`` leaves no trace (adapters that are merged, averages of weights). So at each boundary the
-  device adds up the bytes of each tensor, and compares the sums with those of the bytes in the slot. The result is
-  known when the copies are done. If a tensor changed, the capture is dropped, and that tensor is copied at every
-  capture from then on.
+device adds up the bytes of each tensor, and compares the sums with those of the bytes in the slot. The result is known
+when the copies are done. If a tensor changed, the capture is dropped, and that tensor is copied at every capture from
+then on.
 
 The bytes are taken as a matrix of 32-bit numbers, a page in each row. Each row and each column has a sum of 64 bits,
-which cannot overflow, so the same change of all numbers does not cancel out. It is no proof: changes that balance each
-other in every row and in every column are not seen.
+which cannot overflow, so the same change of all numbers does not cancel out. This is no proof: changes that cancel out
+in every row and every column are not detected.
 
-The sums are taken on the compute stream, which passes the boundary only then. They read the tensors twice from the
-memory of the device; a copy would send them to the host.
+The sums are computed on the compute stream at the boundary. They read the tensors twice from the memory of the device,
+but send nothing to the host.
 """
 
 import weakref
@@ -30,7 +30,7 @@ from lazysnap.capture.plan import CapturePlan, version_of
 from lazysnap.memory.slots import TrainerSlot
 
 _LEAST_BYTES = 64 << 10
-"""Smaller tensors are copied each time, together with adjacent ones: that is faster than adding them up."""
+"""Smaller tensors are copied each time, together with adjacent ones, which is faster than the sums."""
 _ROW_BYTES = 4096
 _ROW_WORDS = _ROW_BYTES // 4
 
@@ -47,7 +47,7 @@ class _FrozenImage:
 
 
 class FrozenTensors:
-    """The frozen tensors of one plan on one device. Used on the training thread, but for ``_compare``.
+    """The frozen tensors of one plan on one device. Used on the training thread, except ``_compare``.
 
     Example::
 
@@ -73,14 +73,14 @@ class FrozenTensors:
         self._differences: torch.Tensor | None = None
         """Differences of the sums at this boundary from the sums of the bytes in the slot."""
         self._changing: set[int] = set()
-        """Records that changed without a trace: they are copied at every capture."""
+        """Records that changed without a trace, and are copied at every capture."""
 
     def __contains__(self, index: int) -> bool:
         """True if this record's bytes are compared."""
         return index in self._places
 
     def unchanged(self, capture: Capture) -> set[int]:
-        """Return the records whose bytes are in the slot, as far as the host knows. Queues the sums.
+        """Return the records whose bytes are in the slot, as far as the host knows, and queue the sums.
 
         Call it on the compute stream, once for each capture. Does not wait for the device.
         """
@@ -117,9 +117,9 @@ class FrozenTensors:
         return sums
 
     def check(self, capture: Capture, unchanged: Iterable[int]) -> None:
-        """Have the capture dropped if one of these records changed. Queues a copy on the current stream.
+        """Let the capture be dropped if one of these records changed. Queues a copy on the current stream.
 
-        Does not wait for the device: the copy thread does, before anything behind their bytes counts as copied.
+        Does not wait for the device: the copy thread does, before anything after their bytes counts as copied.
         """
         if self._differences is None:
             return
@@ -139,7 +139,7 @@ class FrozenTensors:
         differences: tuple[torch.Tensor, torch.Tensor],
         landed: torch.Event,
     ) -> None:
-        """Drop the capture if a tensor changed. Blocks: until the device added it up. On the copy thread."""
+        """Drop the capture if a tensor changed. Blocks: until the device has computed the sums. On the copy thread."""
         landed.synchronize()
         _, host = differences
         changed = [index for index in unchanged if bool(host[self._places[index]].any())]

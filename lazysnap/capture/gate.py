@@ -1,8 +1,8 @@
 """The gate: no optimizer changes anything before the copy of the last boundary is done.
 
-One mechanism for all frameworks: a pre-hook on the step of the inner torch optimizer, which *wraps the closure* where
-one is given. Lightning runs forward and backward inside ``optimizer.step(closure)``: a hook that waited before the
-closure would end the overlap (96 ms instead of 57 ms a step in a measurement of a 40 ms copy beside 50 ms of work).
+One mechanism for all frameworks: a pre-hook on the step of the inner torch optimizer, which *wraps the closure* if
+there is one. Lightning runs forward and backward inside ``optimizer.step(closure)``: a hook that waited before the
+closure would end the overlap (measured: 96 ms instead of 57 ms a step, with a 40 ms copy and 50 ms of work).
 """
 
 import weakref
@@ -38,7 +38,7 @@ class OptimizerGates:
         """The hook on steps of all optimizers of the process."""
 
     def install(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Hook the optimizers that are not hooked yet; unhook those that are not used any more. Cheap."""
+        """Hook new optimizers, and unhook those that are no longer used. Cheap."""
         if self._every_optimizer is None:
             self._every_optimizer = register_optimizer_step_pre_hook(self._before_any_step)
         used = set(map(id, optimizers))
@@ -56,7 +56,7 @@ class OptimizerGates:
                 self.gradients.accept(optimizer)
 
     def remove(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         if self._every_optimizer is not None:
             self._every_optimizer.remove()
             self._every_optimizer = None
@@ -68,9 +68,9 @@ class OptimizerGates:
             handle.remove()
 
     def take_replacements(self) -> list[torch.optim.Optimizer]:
-        """Return the optimizers that train parameters of captured ones in their place, since the last call.
+        """Return the optimizers that have trained parameters of captured ones in their place since the last call.
 
-        A captured optimizer that stepped itself may have such an optimizer inside.
+        A captured optimizer that stepped may contain such an optimizer.
         """
         if not self._strangers:
             self._stepped.clear()
@@ -117,7 +117,8 @@ class OptimizerGates:
     def _wrap(self, optimizer: torch.optim.Optimizer, closure: Closure) -> Closure:
         def gated() -> Any:
             if self._is_disturbed():
-                # It changed parameters before it called the closure (SAM): this capture is lost, the next are not.
+                # The optimizer changed parameters before it called the closure (SAM): this capture is lost, later ones
+                # are not.
                 self._early.add(optimizer)
             result = closure()
             self._gate()
@@ -126,7 +127,7 @@ class OptimizerGates:
         return gated
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # An optimizer that never called its closure, or whose hook was bypassed, stepped beside a running copy.
+        # The optimizer never called its closure, or its hook was bypassed, so it stepped during a copy.
         self._late()
         self.gradients.step(optimizer)
 

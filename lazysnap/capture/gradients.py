@@ -1,11 +1,12 @@
-"""Gradients that wait: a backward made them since the last step of their optimizer, and its next step will use them.
+"""Detects waiting gradients: made since the last step of their optimizer, and used by its next step.
 
-A snapshot holds no gradients, so a step boundary with gradients that wait is not captured. Not every such gradient is
+A snapshot contains no gradients, so a step boundary with waiting gradients is not captured. Not every such gradient is
 used: the loss of a generator leaves gradients in its discriminator, which clears them before its own backward. The
 first such step shows it: an optimizer that steps without the gradients of a boundary has dropped them.
 
 A gradient is judged by its version, which every write changes, and by the calls of ``step`` and ``zero_grad``. Its
-values are read only to recognise gradients that the program cleared by hand: on a device that waits for all its work.
+values are read only to recognise gradients that the program cleared itself, because on a device this waits for all
+work.
 """
 
 import functools
@@ -19,15 +20,15 @@ import torch
 from lazysnap.state.sharding import local_of
 
 _MOST_BOUNDARIES = 64
-"""Boundaries in a row that wait for one optimizer."""
+"""Maximum consecutive boundaries that wait for one optimizer."""
 _MOST_COUNTS = 64
-"""Counts of writes that are remembered as those of a gradient that was not cleared."""
+"""Maximum remembered write counts of gradients that were not cleared."""
 _IN_USE_STEPS = 2
-"""Steps without a ``zero_grad`` after which an optimizer is one whose ``zero_grad`` is not in use."""
+"""Steps without a ``zero_grad`` after which the ``zero_grad`` of an optimizer counts as unused."""
 _STEPPED = "_lazysnap_stepped"
 """Attribute of a gradient: its version at the last ``step`` or ``zero_grad`` of its optimizer."""
 _WAITS = "_lazysnap_waits"
-"""Attribute of a gradient that waited at a boundary. It is taken off when the gradient is cleared or used."""
+"""Attribute of a gradient that waited at a boundary. It is removed when the gradient is cleared or used."""
 
 
 class WaitingGradients:
@@ -39,26 +40,26 @@ class WaitingGradients:
 
     def __init__(self) -> None:
         self._waits: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-        """Optimizers for which a boundary waited since their last step, and how many boundaries in a row."""
+        """Optimizers for which a boundary waited since their last step, with the number of consecutive boundaries."""
         self._dropping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that are known to step without the gradients of a boundary."""
         self._abandoned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers that no boundary waits for any more."""
+        """Optimizers for which boundaries no longer wait."""
         self._keeping: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that stepped with the gradients of a boundary at least once."""
         self._steps_since_clear: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         """Steps of each optimizer since its last ``zero_grad``; none for one whose ``zero_grad`` was never called."""
         self._has_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._not_cleared: weakref.WeakKeyDictionary[torch.optim.Optimizer, set[int]] = weakref.WeakKeyDictionary()
-        """Of each optimizer on a device: numbers of writes since its step after which its gradients were not zero."""
+        """For each optimizer on a device: numbers of writes since its step after which its gradients were not zero."""
 
     def accept(self, optimizer: torch.optim.Optimizer) -> None:
-        """Treat the present gradients as used: nothing is known of the steps before. ``step`` does it, too."""
+        """Treat the current gradients as used, because earlier steps are unknown. ``step`` does it, too."""
         for gradient in _gradients(optimizer):
             setattr(gradient, _STEPPED, gradient._version)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the optimizer has stepped. Hot."""
+        """Record that the optimizer has stepped. Hot."""
         self._has_stepped.add(optimizer)
         if optimizer in self._steps_since_clear:
             self._steps_since_clear[optimizer] += 1
@@ -86,7 +87,7 @@ class WaitingGradients:
         for gradient, version in before:
             if id(gradient) in kept:
                 if gradient._version == version:
-                    continue  # a ``zero_grad`` of the program's own may clear only now and then
+                    continue  # a ``zero_grad`` of the program may clear only sometimes
                 setattr(gradient, _STEPPED, gradient._version)
             if _is_marked(gradient):
                 delattr(gradient, _WAITS)
@@ -94,7 +95,7 @@ class WaitingGradients:
         return result
 
     def awaited(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """Return the optimizers whose gradients wait at this boundary, which then is not to be captured. Hot."""
+        """Return the optimizers whose gradients wait at this boundary, which must then be skipped. Hot."""
         awaited = []
         for optimizer in optimizers:
             waiting = _changed_since_step(optimizer)
@@ -117,8 +118,8 @@ class WaitingGradients:
     def _are_cleared_by_hand(self, optimizer: torch.optim.Optimizer, changed: Sequence[torch.Tensor]) -> bool:
         """True if the program wrote zeros into these gradients itself, as ``model.zero_grad(set_to_none=False)`` does.
 
-        Not asked of an optimizer whose ``zero_grad`` is in use. Values on a device that were not zero are not read
-        again after the same number of writes: a loop does the same in each round.
+        Not for an optimizer whose ``zero_grad`` is in use. Values on a device that were not zero are not read again
+        after the same number of writes, because a loop repeats itself.
         """
         if self._steps_since_clear.get(optimizer, _IN_USE_STEPS) < _IN_USE_STEPS:
             return False
@@ -140,7 +141,7 @@ class WaitingGradients:
         return self._waits.get(optimizer, 0) > 1
 
     def abandon_late(self, awaited: Sequence[torch.optim.Optimizer]) -> bool:
-        """Wait no longer for optimizers that let too many boundaries wait; ``True`` if none is left of ``awaited``."""
+        """Stop waiting for optimizers that delayed too many boundaries; ``True`` if none of ``awaited`` remains."""
         for optimizer in awaited:
             if self._waits[optimizer] > _MOST_BOUNDARIES:
                 self._abandoned.add(optimizer)
@@ -160,7 +161,7 @@ def _is_marked(gradient: torch.Tensor) -> bool:
 
 
 def _changed_since_step(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the gradients that changed since the last step, or since they were cleared behind it."""
+    """Return the gradients that changed since the last step, or since they were cleared after it."""
     changed = []
     for gradient in _gradients(optimizer):
         version = getattr(gradient, _STEPPED, None)
@@ -170,7 +171,7 @@ def _changed_since_step(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _is_comparable(gradient: torch.Tensor) -> bool:
-    """True if the tensor is the one of the last step, and can be asked for its values."""
+    """True if the tensor is the one of the last step, and its values can be read."""
     return hasattr(gradient, _STEPPED) and gradient.layout is torch.strided
 
 
@@ -179,7 +180,7 @@ def _is_zero(gradient: torch.Tensor) -> bool:
 
 
 class ZeroGradHook:
-    """A hook on ``zero_grad`` of one optimizer: torch has hooks on ``step`` alone.
+    """A hook on ``zero_grad`` of one optimizer: torch only has hooks on ``step``.
 
     It is an attribute of the object, like the hook of torch's schedulers on ``step``. It keeps no optimizer alive.
     """
@@ -189,7 +190,7 @@ class ZeroGradHook:
         optimizer: torch.optim.Optimizer,
         around: Callable[[torch.optim.Optimizer, Callable[[], Any]], Any],
     ) -> None:
-        """``around``: called with the optimizer and the call to do, whose result it returns."""
+        """``around``: called with the optimizer and the original function, whose result it returns."""
         self._optimizer = weakref.ref(optimizer)
         self._before = vars(optimizer).get("zero_grad")
         self._around: Callable[[torch.optim.Optimizer, Callable[[], Any]], Any] | None = around
@@ -210,12 +211,12 @@ class ZeroGradHook:
                 return method(*args, **kwargs)
             return self._around(hooked, functools.partial(method, *args, **kwargs))
 
-        # Accelerate looks for the argument ``set_to_none``.
+        # Accelerate checks for the argument ``set_to_none``.
         zero_grad.__signature__ = inspect.signature(optimizer.zero_grad)  # type: ignore[attr-defined]
         return zero_grad
 
     def remove(self) -> None:
-        """Take the hook off. If another hook wraps it, it only calls ``zero_grad`` from now on."""
+        """Remove the hook. If another hook wraps it, it only calls ``zero_grad`` from now on."""
         self._around = None
         optimizer = self._optimizer()
         if optimizer is None or vars(optimizer).get("zero_grad") is not self._hook:

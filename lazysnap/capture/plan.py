@@ -35,7 +35,7 @@ from lazysnap.state.walk import Walk
 Key = tuple[int, int, str]
 
 _TensorGuards: Any = None
-"""The check of torch for the inputs of a compiled graph. It is no public name of torch: it may be missing."""
+"""torch's check of the inputs of a compiled graph. A private name, which may be missing."""
 with contextlib.suppress(ImportError):
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 
@@ -56,7 +56,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return ``version_of`` of each. Hot."""
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:  # one was made in inference mode: asking each for that takes three times as long
+    except RuntimeError:  # one was made in inference mode; checking each first takes three times as long
         return list(map(version_of, tensors))
 
 
@@ -82,12 +82,12 @@ class TensorRecord:
     """Bytes from the start of the image."""
     nbytes: int
     stored_shape: tuple[int, ...]
-    """Shape and dtype in the shard; others than the tensor's for dtypes that a shard has no name for."""
+    """Shape and dtype in the shard; they differ from the tensor's for dtypes without a name in the shard."""
     stored_dtype: torch.dtype
     is_dense: bool
-    """Its bytes lie one behind the other as the shard has them: no kernel of torch is needed to copy it."""
+    """True if its bytes are contiguous as in the shard, so that no kernel of torch is needed to copy it."""
     is_frozen: bool
-    """It is a parameter without gradient: see ``capture.frozen``."""
+    """True for a parameter without gradient: see ``capture.frozen``."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class CapturePlan:
     """The place of every tensor of the state. ``records`` are in the order of the walk, ``order`` in file order."""
 
     names: list[str]
-    """Names in the order of the walk; the very list of the walk that the plan was made from."""
+    """Names in the order of the walk; the same list object as in the walk of the plan."""
     records: list[TensorRecord]
     order: list[int]
     layout: Layout
@@ -106,13 +106,13 @@ class CapturePlan:
     replicas: list[int] = field(default_factory=list)
     """See ``CaptureMeta``."""
     outline: dict[str, list[Any]] = field(default_factory=dict, repr=False)
-    """See ``outline_of``, of the walk that the plan was made from."""
+    """The result of ``outline_of`` for the walk of the plan."""
     guards: Any = field(default=None, repr=False)
     """See ``_guards_of``."""
     _views: "weakref.WeakKeyDictionary[TrainerSlot, dict[int, torch.Tensor]]" = field(
         default_factory=weakref.WeakKeyDictionary, repr=False
     )
-    """Made once per slot; they go with it."""
+    """Views of a slot, made once and released with it."""
 
     @cached_property
     def facts_text(self) -> str:
@@ -124,14 +124,14 @@ class CapturePlan:
 
     @cached_property
     def lazy(self) -> list[int]:
-        """Records that are copied beside training, in the order of the walk."""
+        """Records that are copied during training, in the order of the walk."""
         return [index for index, record in enumerate(self.records) if record.lazy]
 
     @cached_property
     def eager_batches(self) -> list[Batch]:
         """Records in CPU memory that are copied at the boundary, each once, in file order.
 
-        Only real tensors of one element are put together: those are dense, whatever strides they have by then.
+        Only real tensors of one element are grouped: these are always dense.
         """
         batches: list[Batch] = []
         for is_scalar, indices in groupby(self._on_cpu(is_lazy=False), self._is_real_scalar):
@@ -177,12 +177,12 @@ class CapturePlan:
 
     @cached_property
     def _eager(self) -> list[int]:
-        """Records whose place may change on their device. Where the place stays, the device is the same, too."""
+        """Records whose address may change on their device. For the others an equal address implies the same device."""
         return [index for index, record in enumerate(self.records) if not record.lazy]
 
     @cached_property
     def _eager_with_order(self) -> list[int]:
-        """Records whose place may change and whose strides are part of the manifest."""
+        """Records whose address may change and whose strides are part of the manifest."""
         return [index for index in self._eager if len(self.records[index].shape) > 1]
 
     @cached_property
@@ -191,7 +191,7 @@ class CapturePlan:
         return any(record.stored_dtype is not record.dtype for record in self.records)
 
     def outline_of(self, tensors: Sequence[torch.Tensor]) -> dict[str, list[Any]]:
-        """Return the facts about the tensors of a walk that the plan rests on, by name."""
+        """Return the facts about the tensors of a walk on which the plan depends, by name."""
         # As lists: comparing those takes a third of comparing record by record.
         return {
             "shape": [tensor.shape for tensor in tensors],
@@ -203,7 +203,7 @@ class CapturePlan:
         }
 
     def mismatch(self, walk: Walk, signature: object) -> str | None:
-        """Return why the plan does not hold for ``walk`` any more, ``None`` if it does."""
+        """Return the reason if the plan is no longer valid for ``walk``, else ``None``."""
         if signature != self.signature:
             return "the optimizers hold other parameters or other state"
         tensors = walk.tensors
@@ -224,7 +224,7 @@ class CapturePlan:
         return None
 
     def is_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if the facts in ``outline`` but addresses are the same; ``False`` means that they may differ. Hot."""
+        """True if the facts in ``outline`` are the same, except addresses; ``False`` if they may differ. Hot."""
         return self.guards is not None and self.guards.check(*tensors) is True
 
     def view(self, slot: TrainerSlot, index: int) -> torch.Tensor:
@@ -273,7 +273,7 @@ def optimizer_signature(source: StateSource) -> object:
 
 
 def lazy_keys(source: StateSource) -> set[Key]:
-    """Return the memory that changes only behind the gate."""
+    """Return the memory that changes only after the gate."""
     tensors = list(source.lazy_tensors())
     for optimizer in source.optimizers():
         for group in optimizer.param_groups:
@@ -284,10 +284,10 @@ def lazy_keys(source: StateSource) -> set[Key]:
 
 
 def _keys_of(tensors: Iterable[torch.Tensor]) -> set[Key]:
-    """Return the memory of those tensors that have any and that a snapshot can hold."""
+    """Return the memory of the tensors that have memory and that a snapshot can hold."""
     keys = set()
     for tensor in tensors:
-        # An optimizer may hold tensors that are no part of the state, and so were not checked.
+        # An optimizer may hold tensors outside the state, which were not checked.
         if not is_uninitialised(tensor) and not _problem(tensor):
             key = key_of(local_of(tensor))
             if key[0] and key[1]:
@@ -434,13 +434,13 @@ def _file_order(record: TensorRecord) -> tuple[bool, bool, int]:
     """Return a key to sort by.
 
     Small and eager tensors first: adjacent copies can be coalesced, and the watermark starts early. Frozen tensors
-    last: whole blocks of the file hold nothing else, and a level stores those once.
+    last: whole blocks of the file then contain only these, and a level stores them once.
     """
     return record.is_frozen, record.lazy, record.nbytes
 
 
 def _records_of(walk: Walk, lazy: Collection[Key], frozen: Collection[Key]) -> list[TensorRecord]:
-    """Return the record of each tensor, in the order of the walk; their offsets are not known yet."""
+    """Return the record of each tensor, in the order of the walk, without offsets."""
     primaries: dict[object, int] = {}
     records = []
     for index, (name, tensor) in enumerate(zip(walk.names, walk.tensors, strict=True)):
@@ -469,7 +469,7 @@ def _records_of(walk: Walk, lazy: Collection[Key], frozen: Collection[Key]) -> l
 
 
 def _manifest_facts(tensor: torch.Tensor, *, is_frozen: bool) -> dict[str, Any]:
-    """Return the facts about a tensor for the manifest; empty for a usual one."""
+    """Return the facts about a tensor for the manifest; empty for most tensors."""
     facts: dict[str, Any] = {}
     dtype = logical_name(tensor.dtype)
     if dtype is not None:

@@ -13,7 +13,7 @@ from lazysnap.capture.devices import event_for_thread
 SLICE_BYTES = 1 << 20
 """A piece of CPU memory: fits a core's cache, so that a second pass over it is nearly free."""
 CHUNK_BYTES = 16 << 20
-"""A piece of device memory: what is brought to the host at once."""
+"""A piece of device memory: the bytes that are copied to the host at a time."""
 
 
 def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.Event] = ()) -> Iterator[memoryview]:

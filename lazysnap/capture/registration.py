@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _PORTABLE = 1
 """``cudaHostRegisterPortable``: the registration holds for every device of this process."""
 _tried: "weakref.WeakKeyDictionary[TrainerSlot, bool]" = weakref.WeakKeyDictionary()
-"""Slots that were to be registered, and whether they are."""
+"""Slots for which registration was tried, and whether it succeeded."""
 
 
 def registrar(tensors: Iterable[torch.Tensor]) -> Callable[[TrainerSlot], None]:
@@ -46,7 +46,7 @@ def register(slot: TrainerSlot, device: torch.device, runtime: Any = None) -> bo
 
     A slot that is a file is never page-locked: a device must not pin pages that the kernel writes to the disk.
 
-    Blocks: for some seconds where the slot is large.
+    Blocks: for some seconds if the slot is large.
     ``runtime``: the object to call instead of the CUDA runtime of ``device``'s module.
     """
     if slot.is_file:
@@ -70,7 +70,7 @@ def _register(slot: TrainerSlot, device: torch.device, cuda: Any) -> bool:
     if result != 0:
         logger.warning(
             "CUDA refused to register a slot of %d bytes (cudaHostRegister returned %d): copies go through a buffer, "
-            "and the gate waits for them. `ulimit -l` bounds what may be registered",
+            "and the gate waits for them. `ulimit -l` limits what may be registered",
             slot.image_capacity_bytes,
             result,
         )

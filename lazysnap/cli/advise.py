@@ -45,7 +45,7 @@ _LARGEST = 1e15
 
 
 def _quantity(expected: str, units: Mapping[str, float], least: float = 1e-9) -> Callable[[str], float]:
-    """Return a function that parses a number with one of ``units`` behind it, for an argument of a command."""
+    """Return a function that parses a number with one of ``units`` after it, for an argument of a command."""
     form = re.compile(rf"(\d+(?:\.\d+)?(?:e\d{{1,2}})?)\s*({'|'.join(units)})")
 
     def parse(text: str) -> float:

@@ -171,7 +171,7 @@ class Chaos:
         second, files = self._run_undisturbed("undisturbed-again")
         self.steps = first.steps
         if first.steps != sorted(first.steps):
-            self.steps = []  # they begin anew with each epoch
+            self.steps = []  # they begin again with each epoch
         gaps_s = [after - before for before, after in itertools.pairwise(first.times_s)]
         self._step_s = statistics.median(gaps_s or [0.0])
         if args.result is not None and not self.files:

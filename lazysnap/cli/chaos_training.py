@@ -229,7 +229,7 @@ def _send(number: int, pids: list[int]) -> None:
 
 
 def copy_directory(source: pathlib.Path, to: pathlib.Path, result: str | None) -> list[str]:
-    """Copy a directory, but for the snapshots and results of an earlier training.
+    """Copy a directory, except the snapshots and results of an earlier training.
 
     An entry that is large is linked instead. Returns: the names of these entries.
     Raises: ConfigError, for such an entry with results in it: the training would write to the directory of the user.

@@ -116,7 +116,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
 
 
 def _copy(catalogue: Catalogue, target: Storage, plan: RestartPlan, output: Output) -> Copied:
-    """Copy the missing files of a snapshot, and behind them its names."""
+    """Copy the missing files of a snapshot, and after them its names."""
     snapshot = catalogue.snapshot_of(plan)
     copied = Copied(snapshot.step, snapshot.run_id, snapshot.location)
     total = snapshot.size_bytes

@@ -28,7 +28,7 @@ class TimeSpan:
     begin: int
     end: int
     kind: str
-    """A class, but for "waiting"."""
+    """A class, except "waiting"."""
     waited: int = 0
     """Time in it that training waited for copies."""
 

@@ -85,7 +85,7 @@ class Start:
     waits: Marks = field(default_factory=list)
     """Time waited for copies since its first boundary; empty if it passed none."""
     marks: Marks = field(default_factory=list)
-    """The newest step passed. It begins when work begins, with the step from which this start went on."""
+    """The newest step passed. It begins when work begins, with the step from which this start continued."""
     kept: int = 0
     """The step up to which its work counts; later steps were trained again."""
 

@@ -121,7 +121,7 @@ def show_snapshots(
             named_rows = []
     output.line(contents.url, "bold")
     output.show(table)
-    for row in named_rows:  # a name that is cut is of no use for a restart
+    for row in named_rows:  # a name that is cut is useless for a restart
         output.line(f"step {row['step']} of run {row['run']} is named {row['names']}")
     if contents.newest_run is not None and len(contents.runs) > 1:
         output.line(f"newest run: {contents.runs[contents.newest_run]}")

@@ -70,7 +70,7 @@ def seconds_text(seconds: float | None) -> str:
 
 
 def command_words(args: argparse.Namespace) -> list[str]:
-    """Return the command of the user behind ``--``. Raises: ConfigError, if there is none."""
+    """Return the command of the user after ``--``. Raises: ConfigError, if there is none."""
     words: list[str] = args.words
     if words[:1] == ["--"]:
         words = words[1:]
@@ -179,7 +179,7 @@ class Output:
         self._messages.print(self.cell(text, style), soft_wrap=True)
 
     def result(self, *, ok: bool = True, **fields: Any) -> int:
-        """Print the result as one JSON object, if that was asked for. Return the exit code."""
+        """Print the result as one JSON object, if that was requested. Return the exit code."""
         if self.as_json:
             sys.stdout.write(json.dumps(self._hidden({"command": self._command, "ok": ok, **fields})) + "\n")
         if ok:

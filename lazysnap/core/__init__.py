@@ -1,1 +1,1 @@
-"""The decisions of a keeper. Pure: events and the time in, actions out. ``core.Core`` is the way in."""
+"""The decisions of a keeper. Pure: ``core.Core`` gets events and the time, and returns actions."""

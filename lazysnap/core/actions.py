@@ -1,8 +1,8 @@
-"""Events, which go into the core, and actions, which come out. Both are values.
+"""The events that the core receives, and the actions that it returns. Both are values.
 
-The loop turns what happens into events, and carries actions out. A simulation does the same without any process.
-A *connection* is a number that the loop gives. A *task* of a level is slow work on its thread, one at a time: ``Task``.
-Redundancy is one more level, after those of storage: its task computes parity, its files are the parity in memory.
+The loop creates events and carries out actions. A simulation does the same without processes. A *connection* is a
+number from the loop. A *task* of a level is slow work on its thread, one at a time: ``Task``. Redundancy is one more
+level, after those of storage: its task computes parity, and its files are the parity in memory.
 """
 
 import enum
@@ -36,21 +36,21 @@ class TrainerReported:
 
 @dataclass(frozen=True)
 class ConnectionLost:
-    """A connection ended. Its process may live on, and connect again."""
+    """A connection ended. Its process may still be alive, and connect again."""
 
     connection: int
 
 
 @dataclass(frozen=True)
 class ProcessDied:
-    """A process that was a trainer ended: it writes nothing any more."""
+    """The process of a trainer ended: it writes nothing more."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class SlotsSeen:
-    """The words of all slots of the node, read just now."""
+    """The current words of all slots of the node."""
 
     slots: dict[int, tuple[SlotView, ...]]
     """The slots by rank."""
@@ -77,15 +77,15 @@ class TaskMoved:
 
     level: int
     number: int
-    """That of the task."""
+    """The number of the task."""
 
 
 @dataclass(frozen=True)
 class TaskEnded:
-    """The task of a level ended: well, unless this is a ``Missed`` or a ``Failed``."""
+    """The task of a level ended, successfully unless this is a ``Missed`` or a ``Failed``."""
 
     number: int
-    """That of the task."""
+    """The number of the task."""
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,14 @@ class Listed(TaskEnded):
     """The level was listed."""
 
     stored: tuple[StepKey, ...]
-    """Snapshots of which this node's part is committed, and has its size."""
+    """Snapshots whose part of this node is committed and has the right size."""
     leftovers: tuple[StepKey, ...] = ()
-    """Snapshots of which this node has files, and no commit."""
+    """Snapshots with files of this node, but without a commit."""
     names: tuple[NamedStep, ...] = ()
-    """Names that the run gave there. Node 0 alone gives names, so on other nodes this is empty."""
+    """Names of the run at this level. Only node 0 gives names, so other nodes have none."""
     unusable: tuple[StepKey, ...] = ()
-    """Snapshots with committed files that are this node's to delete, and that do not count: they are of another team
-    and not whole, or damaged. Retention deletes them like complete ones.
+    """Snapshots with committed files that this node must delete and that do not count: damaged ones, and incomplete
+    ones of another number of nodes. Retention deletes them like complete ones.
     """
 
 
@@ -109,7 +109,7 @@ class StepStored(TaskEnded):
     """The step was written, committed and read back."""
 
     written_bytes: int = 0
-    """Bytes of the file, without a base that was there already; 0 for a file that was committed already."""
+    """Bytes of the file, without an existing base; 0 if it was committed already."""
     seconds: float = 0.0
     """Seconds until it was committed."""
     checksum_s: float = 0.0
@@ -118,41 +118,41 @@ class StepStored(TaskEnded):
 
 @dataclass(frozen=True)
 class NamesSet(TaskEnded):
-    """Names were given and taken away, but for those that the level does not take."""
+    """Names were given and removed, except those that the level refuses."""
 
     refused: tuple[NameRefusal, ...] = ()
 
 
 @dataclass(frozen=True)
 class Missed(TaskEnded):
-    """The source did not hold the step any more, or the write was cancelled. The level is well."""
+    """The source did not hold the step, or the write was cancelled. The level itself works."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Failed(TaskEnded):
-    """The level refused, or gave other bytes back. Nothing was committed."""
+    """The level failed, or returned other bytes. Nothing was committed."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class KeeperTrouble:
-    """An error was logged that the user should know of."""
+    """An error was logged that must be reported to the user."""
 
     text: str
 
 
 class PlainEvent(enum.Enum):
-    """Events of which there is nothing more to say."""
+    """Events without further data."""
 
     TIME_PASSED = "time passed"
-    """The time that the core asked to be woken at has come."""
+    """The wake-up time of the core has come."""
     TERMINATED = "terminated"
     """SIGTERM: store the newest capture and end, as soon as no trainer is left."""
     PEER_UP = "peer up"
-    """A link to another node began; what was sent before may be lost."""
+    """A link to another node began. Messages sent before may be lost."""
     PEERS_LISTENING = "peers listening"
     """The keeper listens for other nodes, as ``SetPeers`` said."""
 
@@ -194,14 +194,14 @@ class SendToTrainer:
 
 @dataclass(frozen=True)
 class CloseConnection:
-    """Close a connection after what was sent there."""
+    """Close a connection after sending its pending messages."""
 
     connection: int
 
 
 @dataclass(frozen=True)
 class MakeSlot:
-    """Allocate a slot, beside the loop. ``SlotMade`` or ``MemoryRefused`` follows."""
+    """Allocate a slot in the background. ``SlotMade`` or ``MemoryRefused`` follows."""
 
     rank: int
     wish: MemoryWish
@@ -209,7 +209,7 @@ class MakeSlot:
 
 @dataclass(frozen=True)
 class FreeSlot:
-    """Close a slot that its trainer returned. A task that reads it goes on reading."""
+    """Close a slot that its trainer returned. A task that reads it keeps reading."""
 
     rank: int
     slot_id: int
@@ -217,7 +217,7 @@ class FreeSlot:
 
 @dataclass(frozen=True)
 class VoidSlot:
-    """Write VOID of a slot, then read the slots again: its trainer died in the middle of the capture."""
+    """Write VOID of a slot, then read the slots again: its trainer died during the capture."""
 
     rank: int
     slot_id: int
@@ -226,7 +226,7 @@ class VoidSlot:
 
 @dataclass(frozen=True)
 class BeginJob:
-    """Serve a training with these settings from now on. Its levels take the place of the earlier ones, whose tasks were
+    """Serve a training with these settings from now on. Its levels replace the earlier ones, whose tasks were
     cancelled.
     """
 
@@ -235,17 +235,17 @@ class BeginJob:
 
 @dataclass(frozen=True)
 class SetPeers:
-    """Serve, and link to, the keepers of this start. Links of an earlier start are closed."""
+    """Serve and connect to the keepers of this start. Links of an earlier start are closed."""
 
     peers: PeerSettings
 
 
 @dataclass(frozen=True)
 class SetAwaitedStep:
-    """Tell trainers for which captures the keeper is to be woken: write the word AWAITED, then read the slots again."""
+    """Set the captures for which trainers wake the keeper: write the word AWAITED, then read the slots again."""
 
     step: int | None
-    """The step from which on captures are awaited; None: none is."""
+    """The first awaited step, if any."""
 
 
 @dataclass(frozen=True)
@@ -255,9 +255,9 @@ class Hold:
     rank: int
     slot_id: int
     sequence: int
-    """The capture that is held: a later one in the same slot is not."""
+    """The held capture. A later capture in the same slot is not held."""
     num_kept: int
-    """Newest whole captures that the trainer does not write over: all of them, once it captures nothing more."""
+    """Newest whole captures that the trainer does not overwrite: all of them, once it captures nothing more."""
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class Task:
 
     level: int
     number: int
-    """No number is used twice."""
+    """The number of the task, used only once."""
 
 
 @dataclass(frozen=True)
@@ -293,9 +293,9 @@ class WriteLevel(Task):
 
     key: StepKey
     slots: tuple[tuple[int, int], ...]
-    """Rank and slot id of each part; empty where it is copied."""
+    """Rank and slot id of each part; empty for a copy."""
     source: int | None = None
-    """The level that it is copied from."""
+    """The level that the step is copied from."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,7 @@ class DeleteFiles(Task):
 
 @dataclass(frozen=True)
 class SetNames(Task):
-    """Give names, and take names away. ``NamesSet`` or ``Failed`` follows."""
+    """Give and remove names. ``NamesSet`` or ``Failed`` follows."""
 
     added: tuple[NamedStep, ...]
     released: tuple[NamedStep, ...]
@@ -315,10 +315,10 @@ class SetNames(Task):
 
 @dataclass(frozen=True)
 class CancelTask:
-    """The task must begin no commit any more.
+    """Forbid the task to commit.
 
-    One that works ends soon, as ``Missed``. One that hangs may end late or never, and the next task begins meanwhile.
-    If ``TaskEnded`` follows, its thread returned. A step that it stored all the same counts.
+    A running task soon ends as ``Missed``. A hanging task may end late or never, and the next task begins meanwhile.
+    After ``TaskEnded`` its thread has returned. A step that it stored anyway counts.
     """
 
     level: int

@@ -1,7 +1,7 @@
-"""The coordinator: it chooses the step that all nodes store, and counts which snapshots are complete. Pure.
+"""The coordinator: chooses the step that all nodes store, and counts which snapshots are complete. Pure.
 
 The coordinator is part of the keeper of node 0. It grants a level one step at a time. Each node stores that step and
-reports it; when all nodes have, the snapshot is complete::
+reports it. When all nodes have reported it, the snapshot is complete::
 
                  all nodes reported their files
         CLOSED ─────────────────────────────────> OPEN
@@ -10,12 +10,12 @@ reports it; when all nodes have, the snapshot is complete::
                                                    ▼  │  a node reports MISSED or FAILED: cancelled
                                                  GRANTED
 
-Only a node's word cancels a grant, never a clock: a node that is slow may have committed the file.
+Only a report of a node cancels a grant, never a clock: a slow node may have committed the file.
 
-One storage level reads slots: the fastest one that works. Slower levels copy from the next faster one, and so hold no
-slot. Redundancy reads the same step as that level, where it is due for both: then one slot serves both. A step that is
-due before another granted one is granted beside it, unless storage missed a step before: memory is full while
-redundancy works, so storage would miss the next one, too. A required step takes the place of one that nobody requires.
+Only one storage level reads slots: the fastest one that works. Slower levels copy from the next faster one, and hold no
+slot. Redundancy reads the same step as that level if both are due: then one slot serves both. A step that is due before
+another granted one is granted in addition, unless storage missed a step before: memory is full while redundancy works,
+so storage would miss the next one, too. A required step replaces one that is not required.
 """
 
 from collections.abc import Sequence
@@ -31,43 +31,43 @@ _GIVEN_UP = (GrantProgress.MISSED, GrantProgress.FAILED)
 
 @dataclass
 class Coordinator:
-    """Grants and counts. Call ``receive`` for each report, then ``decide``; send the order that it returns.
+    """Grants and counts. Call ``receive`` for each report, then ``decide``; send the returned order.
 
-    The first order grants nothing. It tells the nodes this coordinator's number, and only then their reports count.
+    The first order grants nothing. It distributes this coordinator's number, and reports count only after that.
     """
 
     number: int
-    """Random for the first one of a keeper, then one more each time. It distinguishes this coordinator from earlier
-    ones, which nodes may still answer.
+    """A random number for the first coordinator of a keeper, then incremented. It distinguishes this coordinator from
+    earlier ones, whose orders nodes may still answer.
     """
     job_digest: int
     """``JobCore.digest``: the settings that all nodes have."""
     num_nodes: int
     levels: tuple[LevelGrants, ...]
-    """Fast to slow; then redundancy, if there is any."""
+    """From fast to slow; then redundancy, if any."""
     capture_every_n_steps: int = 1
     is_alone: bool = False
-    """True where a node that reaches no coordinator stores what it has: all of it, and deletes nothing."""
+    """True for a node that reaches no coordinator: it stores everything that it has, and deletes nothing."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """The newest report of each node that answers this coordinator. ``receive`` gathers from them what follows."""
+    """The newest report of each node that answers this coordinator. ``receive`` derives the fields below from them."""
     required: set[StepKey] = field(default_factory=set)
     """Steps that every level must store."""
     to_name: set[StepKey] = field(default_factory=set)
-    """Steps that are to have a name, given or not. They are required at the first level."""
+    """Steps that have or will get a name. They are required at the first level."""
     to_protect: set[StepKey] = field(default_factory=set)
     """Steps that redundancy must protect."""
     captures_left: set[StepKey] | None = None
-    """Captures that all nodes have, once nobody trains any more; None as long as somebody does."""
+    """Captures that all nodes have, after training has ended everywhere; None before."""
     gone: set[StepKey] = field(default_factory=set)
-    """Required steps that the slots do not have any more, while it is not known whether a level has them."""
+    """Required steps that left the slots, while it is unknown whether a level has them."""
     lost: set[StepKey] = field(default_factory=set)
-    """Required steps that neither the slots nor any level had when that was known of all levels."""
+    """Required steps that neither the slots nor any level had."""
     is_drained: bool = False
     last_order: Order | None = None
-    """The state that all nodes are to have."""
+    """The order for all nodes."""
 
     def receive(self, report: Report) -> bool:
-        """Take a node's state. Returns: True if it is new."""
+        """Receive a node's state. Returns: True if it is new."""
         if report.coordinator != self.number or report.node >= self.num_nodes:
             return False
         if self.reports.get(report.node) == report:
@@ -77,7 +77,7 @@ class Coordinator:
         return True
 
     def _gather(self) -> None:
-        """Bring together what all nodes reported."""
+        """Combine the reports of all nodes."""
         self.required = set()
         self.to_name = set()
         self.to_protect = set()
@@ -104,9 +104,9 @@ class Coordinator:
         return times
 
     def order(self) -> Order:
-        """Return the state for all nodes."""
+        """Return the order for all nodes."""
         required = self.required | self.to_name
-        # Also those that nobody requires any more: who required them may not have seen it yet.
+        # Includes steps that are no longer required: a trainer may not have seen them yet.
         lost = sorted(self.lost & required) + sorted(self.lost - required)[-MAX_IN_MESSAGE:]
         orders = []
         for index, level in enumerate(self.levels):
@@ -128,10 +128,10 @@ class Coordinator:
         """Count, cancel and grant.
 
         Args:
-            ranks: those of node 0. Others are at most two captures ahead (``memory.slot_choice``).
+            ranks: the ranks of node 0. Other ranks are at most two captures ahead (``memory.slot_choice``).
             now: seconds of a monotonic clock.
 
-        Returns: the order for all nodes, if it says something new.
+        Returns: the order for all nodes, if it changed.
         """
         if len(self.reports) == self.num_nodes:
             for level in self.levels:
@@ -139,7 +139,7 @@ class Coordinator:
             self._count_lost()
             if ranks and self._is_training_on_all():
                 self._give_up_what_is_gone(ranks)
-            # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
+            # In this order a slower level sees the results of a faster one, and redundancy the step that storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
             self._overtake_grants(ranks)
@@ -160,7 +160,7 @@ class Coordinator:
     def _count_level(self, level: LevelGrants) -> None:
         if level.is_listing:
             if level.is_redundancy:
-                level.complete.clear()  # a keeper is new: the parity of the one before it is gone
+                level.complete.clear()  # a new keeper has no parity of the earlier one
             return
         if not level.is_open:
             self._open(level)
@@ -170,7 +170,9 @@ class Coordinator:
             self._count_grant(level, level.grant)
 
     def _open(self, level: LevelGrants) -> None:
-        """All nodes know what they have: count what all have, and take up the grant of the coordinator before."""
+        """Become OPEN when all nodes know their files: count complete snapshots, and resume the grant of the previous
+        coordinator.
+        """
         level.is_open = True
         for key in level.stored_on_all():
             level.become_complete(key)
@@ -180,32 +182,32 @@ class Coordinator:
                 under_way.add(report.grant)
         under_way -= level.complete
         newest = max(under_way, default=None)
-        level.cancelled |= under_way  # granting one takes it out again
+        level.cancelled |= under_way  # a grant removes it again
         if newest is not None and self._may_read_slots(newest):
             level.become_granted(newest, None, is_ahead=True)
         else:
             level.become_granted(None, None, is_ahead=True)
 
     def _count_grant(self, level: LevelGrants, grant: StepKey) -> None:
-        """See whether the granted step is complete, or can never be."""
+        """Check whether the granted step is complete, or can no longer be stored."""
         num_answered = 0
         progress = set()
         for report in level.reports:
             if report.version != level.version:
-                continue  # it is about an earlier grant
+                continue  # it answers an earlier grant
             num_answered += 1
             progress.add(report.progress)
         if num_answered == self.num_nodes and progress == {GrantProgress.STORED}:
             level.become_complete(grant)
         elif progress.intersection(_GIVEN_UP):
-            # A missed step that was begun when it was granted is gone. One that lay ahead was granted too late.
+            # A missed step that had begun when it was granted is lost. One that lay ahead was granted too late.
             is_missed_step = GrantProgress.MISSED in progress
             if is_missed_step and not level.is_ahead and not level.is_overtaken:
                 level.given_up.add(grant)
                 if level.source is None and not level.is_redundancy and grant in self.required | self.to_name:
                     self._lose(grant)
-            # By time, the newest capture may have been granted, too. If steps are so short that it is missed, only a
-            # grant further ahead is in time.
+            # A level by time may have got the newest capture. If steps are so short that it is missed, only a grant
+            # further ahead is in time.
             is_due_by_time = level.settings.every_n_steps is None
             is_late = is_missed_step and (level.is_ahead or is_due_by_time) and not level.is_overtaken
             level.become_cancelled(grant, is_late=is_late)
@@ -221,13 +223,13 @@ class Coordinator:
                 self._grant_what_is_left(index)
         elif ranks and self._is_training_on_all():
             self._grant_next(index, ranks, now)
-        # Else some nodes captured their last step and others did not: wait until all did.
+        # Some nodes may have captured their last step before others: wait for all of them.
 
     def _is_training_on_all(self) -> bool:
         return all(report.captures_left is None for report in self.reports.values())
 
     def _grant_what_is_left(self, index: int) -> None:
-        """Nobody trains any more: grant what must be stored of the captures that all nodes have."""
+        """Grant, after training has ended, what must be stored of the captures that all nodes have."""
         level = self.levels[index]
         missing = self._keys_to_drain(index) - level.complete - level.given_up
         if not missing:
@@ -239,7 +241,7 @@ class Coordinator:
         level.become_granted(key, source, is_ahead=False)
 
     def _grant_next(self, index: int, ranks: Sequence[RankView], now: float) -> None:
-        """Grant a required step that is still there; else the next one that is due."""
+        """Grant a required step that is available; else the next due step."""
         begun = newest_begun(ranks)
         if begun.start == 0:
             return  # the trainers are still restoring
@@ -253,9 +255,9 @@ class Coordinator:
             self._grant_due(level, begun, ahead, ranks, now)
 
     def _follows_reading(self, level: LevelGrants, begun: StepKey, now: float) -> bool:
-        """Grant the step that another level reads from the slots, if it is due here, too.
+        """Grant the step that another level reads from the slots, if it is due at this level, too.
 
-        Returns: True if no other step may be granted meanwhile. False: one that is due before it may be.
+        Returns: True if no other step may be granted now. False: a due step before it may be granted.
         """
         reading = self._key_that_is_read()
         if reading is None:
@@ -272,12 +274,12 @@ class Coordinator:
     def _grant_due(
         self, level: LevelGrants, begun: StepKey, ahead: Sequence[int], ranks: Sequence[RankView], now: float
     ) -> None:
-        """Grant the newest capture or the next one that is due, or a required one (``ahead``) that comes before it."""
+        """Grant the newest capture, the next due step, or an earlier required step (``ahead``)."""
         is_due = level.is_due(begun.start, now)
         if not is_due and not ahead:
             return
         if self._key_to_read_first(ranks) is not None:
-            return  # another level is about to be granted that one
+            return  # another level will get that one
         if not ahead and self._takes_newest_begun(level, begun, ranks):
             self._become_due_grant(level, begun, begun.start, now, is_ahead=False)
             return
@@ -287,11 +289,11 @@ class Coordinator:
         self._become_due_grant(level, StepKey(begun.start, min(steps)), begun.start, now, is_ahead=True)
 
     def _has_storage_missed(self) -> bool:
-        """Return True if a level reads slots for a step that lies ahead, and missed the one before."""
+        """Return True if a level reads slots for a future step, and missed the previous one."""
         return any(level.reads_slots and level.is_ahead and level.margin_steps > 0 for level in self.levels)
 
     def _is_due_along(self, level: LevelGrants, key: StepKey, now: float) -> bool:
-        """Return True if a level that reads slots is to store a step that another one reads there."""
+        """Return True if a level that reads slots should store a step that another level reads."""
         if level.is_done_with(key):
             return False
         if level.is_redundancy:
@@ -301,10 +303,10 @@ class Coordinator:
         return key.step % level.settings.every_n_steps == 0
 
     def _takes_newest_begun(self, level: LevelGrants, key: StepKey, ranks: Sequence[RankView]) -> bool:
-        """Return True if a level that is due by time is to store the newest capture that was begun.
+        """Return True if a level that is due by time should store the newest capture that was begun.
 
-        So the first capture is stored at once, however long a step takes. Where steps are so short that other nodes
-        miss it, the next grant lies ahead.
+        So the first capture is stored at once, even if steps are long. If steps are so short that other nodes miss it,
+        the next grant is for a future step.
         """
         if level.settings.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0:
             return False
@@ -320,7 +322,7 @@ class Coordinator:
         Args:
             index: the level.
             begun: the newest step that a rank of this node began.
-            ranks: those of this node.
+            ranks: the ranks of this node.
 
         Returns: required steps that were not begun yet.
         """
@@ -334,21 +336,21 @@ class Coordinator:
             if key.start == begun.start and key > begun:
                 ahead.append(key.step)
             elif is_missed(key, ranks):
-                continue  # what is still there may be held once nothing is captured any more
+                continue  # the remaining captures may be held once captures stop
             elif not self._copies_from_faster(index) and self._may_read_slots(key):
                 level.become_granted(key, None, is_ahead=False)
                 return []
         return ahead
 
     def _overtake_grants(self, ranks: Sequence[RankView]) -> None:
-        """Let go of the grants that nobody requires where a required step could be stored at once.
+        """Drop grants of steps that are not required, where they block a required step that could be stored at once.
 
-        Once nobody trains any more nothing is written over, and one step is stored after the other.
+        After training has ended nothing is overwritten, and all steps are stored one after the other.
         """
         is_training = self._is_training_on_all()
         first = self._key_to_read_first(ranks)
         for index, level in enumerate(self.levels):
-            # Never reset during a grant: a node may have given it up already, and that must not count as a miss.
+            # Never reset during a grant: a node may have released it already, which must not count as a miss.
             if is_training and not level.is_overtaken and self._may_be_overtaken(index):
                 level.is_overtaken = first not in (None, level.grant) or self._has_copy_to_make(index)
 
@@ -365,9 +367,9 @@ class Coordinator:
         return None
 
     def _may_be_overtaken(self, index: int) -> bool:
-        """Return True if a level reads slots for a step that lies ahead, or that nobody requires.
+        """Return True if a level reads slots for a future step, or for one that is not required.
 
-        Memory has one slot to spare for what is read: what somebody requires would be written over meanwhile.
+        Memory has only one spare slot for reading, so a required step would be overwritten meanwhile.
         """
         level = self.levels[index]
         return level.reads_slots and (level.is_ahead or level.grant not in self._required_at(index))
@@ -395,7 +397,7 @@ class Coordinator:
             level.was_granted_at(start, now)
 
     def _copies_from_faster(self, index: int) -> bool:
-        """Return True if the level copies from a faster one. False: it reads slots."""
+        """Return True if the level copies from a faster one, False if it reads slots."""
         return self._faster(index) is not None
 
     def _faster(self, index: int) -> int | None:
@@ -409,7 +411,9 @@ class Coordinator:
         return None
 
     def _may_copy(self, faster: int, index: int) -> bool:
-        """Return False if a faster level has, of each node, only its share of what several nodes hold."""
+        """Return False if the faster level has only a share of what several nodes hold, and this level needs all of
+        it.
+        """
         return self.levels[index].settings.is_shared or not self.levels[faster].settings.is_shared
 
     def _source_of(self, key: StepKey, index: int) -> int | None:
@@ -430,20 +434,22 @@ class Coordinator:
         return None
 
     def _may_read_slots(self, key: StepKey) -> bool:
-        """Return True if no grant under way reads another step from slots."""
+        """Return True if no current grant reads another step from slots."""
         return self._key_that_is_read() in (None, key)
 
-    # What must be stored
+    # Requirements
 
     def _named_keys(self, index: int) -> set[StepKey]:
-        """Return the snapshots of a level that have a name, or are to get one there."""
+        """Return the snapshots of a level that have or will get a name there."""
         keys = set(self.to_name)
         for level in self.levels[: index + 1]:
             keys |= level.named
         return keys
 
     def _required_at(self, index: int) -> set[StepKey]:
-        """Return what a level must store: the required steps, and those with a name that a faster level has."""
+        """Return the steps that a level must store: the required ones, and those with a name that a faster level
+        has.
+        """
         if self.levels[index].is_redundancy:
             return self.to_protect
         if index == 0:
@@ -455,16 +461,17 @@ class Coordinator:
         return required
 
     def _give_up_what_is_gone(self, ranks: Sequence[RankView]) -> None:
-        """Training goes on: a required step that was begun, and is neither in memory nor at a level, never will be.
+        """Give up required steps during training that were begun, and are neither in memory nor at a level.
 
-        Also while a level is granted another step: who waits for the one that is gone may never begin the other one.
+        This also happens while another step is granted: a trainer that waits for the lost step may never begin the
+        granted one.
         """
         begun = newest_begun(ranks)
         if begun.start == 0:
             return  # the trainers are still restoring
         for index, level in enumerate(self.levels):
             if not level.is_open:
-                continue  # what it has is not known
+                continue  # its files are not known
             for key in self._keys_still_required(index):
                 is_ahead = key.start == begun.start and key > begun
                 if is_ahead or not is_missed(key, ranks) or is_in_memory(key, ranks):
@@ -474,7 +481,9 @@ class Coordinator:
                     self._give_up(level, key)
 
     def _may_be_copied(self, key: StepKey, index: int) -> bool:
-        """Return True if a faster level may have this snapshot, or is granted it. It may have to work again first."""
+        """Return True if a faster level may have this snapshot or is granted it, also if that level must recover
+        first.
+        """
         if self.levels[index].is_redundancy:
             return False
         for faster in range(index):
@@ -486,7 +495,7 @@ class Coordinator:
         return False
 
     def _give_up_what_nobody_has(self) -> None:
-        """Nobody trains any more: what must be stored, and is neither in memory nor at a level, never will be."""
+        """Give up, after training has ended, required steps that are neither in memory nor at a level."""
         if self.captures_left is None or not self._is_storage_open():
             return
         for index, level in enumerate(self._storage):
@@ -495,18 +504,18 @@ class Coordinator:
                     self._give_up(level, key)
 
     def _give_up(self, level: LevelGrants, key: StepKey) -> None:
-        """The slots do not have a required step any more, and it cannot be copied from a faster level."""
+        """Give up a required step that left the slots and cannot be copied from a faster level."""
         level.given_up.add(key)
         if not level.is_redundancy:
             self._lose(key)
 
     def _lose(self, key: StepKey) -> None:
-        """The slots do not have a required step any more."""
+        """Record that a required step left the slots."""
         self.gone.add(key)
         self._count_lost()
 
     def _count_lost(self) -> None:
-        """Count what is gone as lost, unless a level has it."""
+        """Count steps that left the slots as lost, unless a level has them."""
         if not self._is_storage_open():
             return
         for key in self.gone:
@@ -520,14 +529,15 @@ class Coordinator:
         return [level for level in self.levels if not level.is_redundancy]
 
     def _is_storage_open(self) -> bool:
-        """Return True if it is known of each level what it has."""
+        """Return True if the files of each storage level are known."""
         return all(level.is_open for level in self._storage)
 
     def _keys_to_drain(self, index: int) -> set[StepKey]:
-        """Return what a level must store when nobody trains any more.
+        """Return the steps that a level must store after training has ended.
 
-        That is the newest capture that all nodes have, what is required of the others that all have, and what is
-        required and a faster level has. A node that is alone stores all: it does not know what others have.
+        These are the newest capture that all nodes have, other required captures that all nodes have, and required
+        steps that a faster level has. A node that stores alone stores all, because it does not know the captures of the
+        others.
         """
         if not self.captures_left:
             return set()
@@ -546,7 +556,7 @@ class Coordinator:
         return all(self._is_level_drained(index) for index in range(len(self.levels)))
 
     def _is_level_drained(self, index: int) -> bool:
-        """Return True if a level has what must be stored, but for what it can never have."""
+        """Return True if a level has all required steps, except those that it can never store."""
         level = self.levels[index]
         if level.is_redundancy:
             return True

@@ -2,9 +2,9 @@
 
 ::
 
-    event ──> ranks, job take it ──> job.decide ──> states for trainers ──> lifecycle ──> actions
+    event ──> ranks, job update ──> job.decide ──> states for trainers ──> lifecycle ──> actions
 
-The keeper has memory (``ranks``) before it knows what is to be stored (``job``): trainers restore first.
+The keeper has memory (``ranks``) before it knows what to store (``job``), because trainers restore first.
 """
 
 import itertools
@@ -38,27 +38,27 @@ from lazysnap.core.messages import KeeperAlert, KeeperState, Order, PeerSettings
 from lazysnap.core.ranks import Presence, Rank, Ranks
 
 MAX_TROUBLES = 8
-"""Errors of the keeper that trainers get; older ones are in its log alone."""
+"""Maximum errors of the keeper that trainers get; older ones are only in its log."""
 
 
 class Core:
     """The decisions of one keeper. See the module's docstring."""
 
     def __init__(self, first_number: int, now: float, pid: int = 0) -> None:
-        """Begin with nothing.
+        """Create the decisions of a new keeper.
 
         Args:
-            first_number: random; the first of the numbers of coordinators and of tasks of levels.
+            first_number: a random number, the first one for coordinators and tasks of levels.
             now: seconds of a monotonic clock.
-            pid: the process of the keeper, for people.
+            pid: process id of the keeper, for messages.
         """
         self.now = now
         self.ranks = Ranks()
         self.job: JobCore | None = None
-        """The training that is stored; None until a trainer began a start."""
+        """The job that is stored; None until a trainer began a start."""
         self.lifecycle = Lifecycle(now)
         self.job_start = 0
-        """The newest start of which a trainer came."""
+        """The newest start whose trainer has connected."""
         self._numbers = itertools.count(first_number)
         self._abandoned: dict[str, dict[int, Task]] = {}
         """Tasks whose threads have not returned, by URL of the level and number. They may belong to an earlier job."""
@@ -67,12 +67,12 @@ class Core:
         self._is_serving_peers = False
         self._troubles: list[str] = []
         self._decide_at: float | None = min(self.lifecycle.deadlines())
-        """Time at which something is to be decided without any other event."""
+        """Time at which a decision is necessary without an event."""
         self._actions: list[Action] = []
 
     @property
     def phase(self) -> Phase:
-        """The phase of the keeper's life."""
+        """The phase of the keeper."""
         return self.lifecycle.phase
 
     @property
@@ -81,7 +81,7 @@ class Core:
         return self.ranks.is_served
 
     def step(self, event: Event, now: float) -> list[Action]:
-        """Take an event and decide.
+        """Handle an event and decide.
 
         Returns: actions, to be carried out in order. After ``Hold``, ``Release``, ``VoidSlot``, ``FreeSlot``,
             ``AdoptSlots`` and ``SetAwaitedStep`` the next event must be a ``SlotsSeen``.
@@ -98,7 +98,7 @@ class Core:
         return self._actions
 
     def wake_at(self) -> float | None:
-        """Return the time at which ``PlainEvent.TIME_PASSED`` is wanted; None if only other events matter."""
+        """Return the time at which ``PlainEvent.TIME_PASSED`` is needed; None if only other events matter."""
         times = []
         if self._decide_at is not None:
             times.append(self._decide_at)
@@ -107,7 +107,7 @@ class Core:
         return min(times, default=None)
 
     def _deadlines(self) -> list[float]:
-        """Return the times at which something is to be decided without any other event."""
+        """Return the times at which a decision is necessary without an event."""
         times = self.lifecycle.deadlines()
         for rank in self.ranks.all:
             if rank.memory_retry_at is not None and rank.presence is Presence.ATTACHED:
@@ -119,7 +119,7 @@ class Core:
     # Events
 
     def _apply(self, event: Event) -> bool:
-        """Take an event. Returns: False if nothing follows from it, or everything is as it was."""
+        """Handle an event. Returns: False if nothing changed."""
         match event:
             case TrainerReported():
                 self._accept_trainer_state(event)
@@ -162,7 +162,7 @@ class Core:
         return True
 
     def _shows_nothing_new(self, event: SlotsSeen) -> bool:
-        """Return True if all slots are as they were."""
+        """Return True if no slot changed."""
         if any(rank.is_adopting for rank in self.ranks.all):
             return False
         for number, slots in event.slots.items():
@@ -178,7 +178,7 @@ class Core:
             self._actions.append(CloseConnection(event.connection))
             return
         if not self.is_served:
-            self.lifecycle.is_terminated = False  # what it still holds serves this training
+            self.lifecycle.is_terminated = False  # its memory serves this training
         self._actions += self.ranks.accept(event)
         self.lifecycle.linger_s = state.linger_s
         if state.peers is not None and state.peers != self._peers:
@@ -188,13 +188,13 @@ class Core:
             self._begin_job(event)
 
     def _set_peers(self, peers: PeerSettings) -> None:
-        """Meet the other nodes of this start."""
+        """Connect to the other nodes of this start."""
         self._peers = peers
         self._is_serving_peers = False
         self._actions.append(SetPeers(peers))
 
     def _begin_job(self, event: TrainerReported) -> None:
-        """Serve this start. Nothing changes if its settings are those of the last job."""
+        """Serve this start. Keeps the job if the settings are the same."""
         settings = event.state.job
         assert settings is not None
         if self.job is not None and self.job.settings == settings:
@@ -221,10 +221,10 @@ class Core:
                 self._actions.append(make_slot)
 
     def _release_former(self, job: JobCore) -> None:
-        """Free the slots of ranks that the present start does not have, once that has a snapshot of its own.
+        """Free the slots of ranks that the current start does not have, once it has its own snapshot.
 
-        That is one that is complete at the first level; without levels, when the memory of the first rank has nothing
-        older. Holds of these slots are released at once.
+        This is a complete one at the first level; without levels, the first rank must have no older capture. Holds of
+        these slots are released at once.
         """
         has_slots = False
         for rank in self.ranks.all[job.settings.num_ranks :]:
@@ -234,7 +234,7 @@ class Core:
                     self._actions.append(Release(rank.number, slot.slot_id))
         if not has_slots:
             return
-        starts = set()  # those of which there are snapshots
+        starts = set()  # slots with snapshots
         if job.node.storage:
             for key in job.node.storage[0].order.complete:
                 starts.add(key.start)
@@ -261,7 +261,7 @@ class Core:
                 self._actions.append(SendToTrainer(rank.connection, rank.number, state))
 
     def common_state(self) -> KeeperState:
-        """Return what all trainers of the node get to know."""
+        """Return the state that all trainers of the node get."""
         alerts = [KeeperAlert("keeper", text) for text in self._troubles]
         if self.job is None:
             return KeeperState(pid=self._pid, alerts=tuple(alerts), is_serving_peers=self._is_serving_peers)
@@ -299,7 +299,7 @@ class Core:
         return f"{address.host}:{address.port}"
 
     def _advance_life(self) -> None:
-        """Go on to the next phase, or end."""
+        """Change the phase, or end."""
         was_over = self.phase is Phase.OVER
         self.lifecycle.advance(
             self.now,

@@ -1,16 +1,16 @@
-"""The storing of one training: its levels, grants and redundancy. Pure.
+"""Decides what is stored of one training: its levels, grants and redundancy. Pure.
 
 ::
 
     decide, until nothing changes any more:
         node         which grants are missed?
         tasks        what does each level do next?
-        report       to the coordinator: of another node by a message, the own one at once
+        report       to the coordinator: of another node by a message, of this node directly
         coordinator  what is complete, which step is granted next?  ──order──> node
     then, once: which slots are held, which captures are awaited?
 
-One rank alone on one node is the case of a coordinator whose only node is its own. A node whose trainers are gone, and
-that reaches no coordinator, is its own coordinator, too: it stores what it has (``choose_coordinator``).
+A single node is a coordinator whose only node is its own. A node without trainers that reaches no coordinator becomes
+its own coordinator, too: it stores what it has (``choose_coordinator``).
 """
 
 import math
@@ -39,33 +39,33 @@ from lazysnap.core.ranks import Wants, num_spare_slots
 from lazysnap.core.tasks import LevelTasks
 
 HEARTBEAT_S = 1.0
-"""A node that sent nothing for so long repeats its state: a lost message costs a second, and needs no other care."""
+"""Seconds after the last message to another node until the state is sent again, in case a message was lost."""
 SILENCE_S = 30.0
-"""A node whose trainers are gone stores alone when it received nothing from the others for so long."""
+"""Seconds without a message of other nodes after which a node without trainers stores alone."""
 UNREACHED_S = 10.0
-"""Silence of another node after which the user gets to know that nothing new is stored."""
+"""Seconds of silence of another node after which the user is warned that nothing new is stored."""
 UNPROTECTED_S = 60.0
-"""Time after which the user gets to know that nothing was protected that was due."""
+"""Seconds without a protected step, if one was due, after which the user is warned."""
 MAX_ROUNDS = 8
-"""Most rounds of ``decide`` for one event: an order leads to a report, and that to the next order. Two or three are
-usual; what would be left after all of them is decided with the next event.
+"""Maximum rounds of ``decide`` for one event: an order leads to a report, and that to the next order. Usually two or
+three. The next event continues the rest.
 """
 
 
 class JobCore:
     """The decisions about what one job stores. See the module's docstring.
 
-    There is a new one when a start has other settings than the one before.
+    A start with other settings gets a new one.
     """
 
     def __init__(
         self, settings: JobSettings, numbers: Iterator[int], abandoned: dict[str, dict[int, Task]], now: float
     ) -> None:
-        """Begin with nothing known.
+        """Create the decisions of a new job.
 
         Args:
-            settings: those of all ranks of the node.
-            numbers: for coordinators and for tasks of levels; the keeper uses none twice.
+            settings: the settings of all ranks of the node.
+            numbers: unique numbers for coordinators and for tasks of levels.
             abandoned: tasks whose threads have not returned, by URL of the level and number. They may belong to an
                 earlier job.
             now: seconds of a monotonic clock.
@@ -84,34 +84,34 @@ class JobCore:
             of_level = abandoned.setdefault(level.settings.url, {})
             self.level_tasks.append(LevelTasks(index, self.node, numbers, of_level))
         self.coordinator: Coordinator | None = None
-        """On node 0, or where a node stores alone."""
+        """The coordinator, on node 0 or if this node stores alone."""
         if settings.node == COORDINATOR_NODE:
             self.coordinator = self._new_coordinator(settings.num_nodes)
         self._awaited_step: int | None = -1
-        """The step from which on captures are awaited, as the node page has it; None: none is. -1: not known yet."""
+        """The first awaited step, as in the node page; None: none; -1: not known yet."""
         self._sent_report: Report | None = None
         self._repeat_at = now
-        """Time at which the state is repeated for other nodes. It moves on whenever a new one is sent."""
+        """Time of the next repetition of the state for other nodes."""
         self._received_at = now
-        """Time of the last message of another node, or of the last moment at which a trainer was served."""
+        """Time of the last message of another node, or of the last time at which a trainer was served."""
         self._node_received_at = dict.fromkeys(_others(settings), now)
-        """Time of the last message of each node that this one exchanges messages with."""
+        """Time of the last message of each peer node."""
         self._rescued: StepKey | None = None
-        """The capture that is required because processes are about to be killed."""
+        """The capture that is required because of a preemption."""
         self._first_begun = StepKey(0, -1)
-        """The step from which the present start goes on, or the newest one that it had begun when it was seen first."""
+        """The first step of the current start, or the newest one that it had begun when first seen."""
         self._protected_at = now
-        """Time at which something was protected last, or nothing was due."""
+        """Time of the last protected step, or of the last time at which none was due."""
         self._actions: list[Action] = []
 
     # Events
 
     def peer_up(self, now: float) -> None:
-        """A link began: what was sent before may be lost."""
+        """Handle a new link: messages sent before may be lost."""
         self._repeat_at = now
 
     def receive(self, message: Report | Order, now: float) -> bool:
-        """Take the state of another node. Returns: True if it is new, or the node was silent before."""
+        """Receive the state of another node. Returns: True if it is new, or the node was silent before."""
         node = COORDINATOR_NODE
         if isinstance(message, Report):
             node = message.node
@@ -130,19 +130,19 @@ class JobCore:
         return is_new or was_silent
 
     def task_ended(self, event: TaskEnded, now: float) -> None:
-        """A task of a level ended, perhaps one of the settings before these."""
+        """Handle the end of a task of a level, perhaps of earlier settings."""
         for level in self.level_tasks:
             level.ended(event, now)
         for abandoned in self._abandoned.values():
             abandoned.pop(event.number, None)
 
     def task_moved(self, number: int, now: float) -> None:
-        """A task moved some bytes."""
+        """Handle the progress of a task."""
         for level in self.level_tasks:
             level.moved(number, now)
 
     def abandon_all(self) -> list[Action]:
-        """Give up all tasks: another job takes the place of this one."""
+        """Abandon all tasks: another job replaces this one."""
         actions: list[Action] = []
         for level in self.level_tasks:
             actions += level.abandon()
@@ -151,7 +151,7 @@ class JobCore:
     # Times
 
     def deadlines(self, now: float, *, is_draining: bool) -> list[float]:
-        """Return the times at which ``decide`` may say something new."""
+        """Return the times at which ``decide`` may have a new result."""
         times = []
         for received_at in self._node_received_at.values():
             if received_at + UNREACHED_S > now:
@@ -183,22 +183,22 @@ class JobCore:
         return self.coordinator is not None and self.coordinator.is_alone
 
     def _may_become_alone(self, *, is_draining: bool) -> bool:
-        """Return True if only silence is missing for a node to store what it has alone."""
+        """Return True if a node would store alone after a longer silence."""
         return self.settings.num_nodes > 1 and is_draining and not self._is_alone
 
     def choose_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
         """Choose between the coordinator of all nodes and one of this node alone.
 
-        A node that drains, and receives nothing from the others, becomes its own coordinator until a trainer comes.
+        A node that drains, and receives nothing from the others, becomes its own coordinator until a trainer connects.
 
         Args:
             now: seconds of a monotonic clock.
             is_served: True if any trainer of the node is alive.
-            is_draining: True if memory waits for no trainer any more.
+            is_draining: True if memory no longer waits for a trainer.
         """
         if is_served:
             self._received_at = now
-            if self._is_alone:  # the job goes on, and with it the other nodes
+            if self._is_alone:  # the job continues, and with it the other nodes
                 self.coordinator = None
                 self.node.forget_orders()
                 if self.settings.node == COORDINATOR_NODE:
@@ -209,15 +209,15 @@ class JobCore:
     # Decisions
 
     def decide(self, ranks: Sequence[RankView], wants: Wants, now: float) -> list[Action]:
-        """Bring node, coordinator and slots in line with each other. See the module's drawing.
+        """Update node, coordinator and slots until they agree. See the diagram of the module.
 
         Args:
-            ranks: those of the node.
-            wants: what their trainers want.
+            ranks: the ranks of the node.
+            wants: the wants of their trainers.
             now: seconds of a monotonic clock.
         """
         self._actions = []
-        # Before any decision: what other nodes protect with an earlier start stays held.
+        # Before any decision, so that captures that other nodes protect stay held.
         self.node.inherit(ranks)
         self.node.check_spare_slots(ranks)
         self.node.is_restoring = wants.is_restoring
@@ -242,9 +242,10 @@ class JobCore:
         return self._actions
 
     def _with_newest(self, wants: Wants, ranks: Sequence[RankView]) -> Wants:
-        """Return the wants with the newest whole capture, where processes are about to be killed.
+        """Return the wants, with the newest whole capture during a preemption.
 
-        It stays required until it is stored or lost: a newer one at each step would overtake it before it is stored.
+        That capture stays required until it is stored or lost. Otherwise a newer one at each step would replace it
+        first.
         """
         if not (wants.is_preempted or self.node.order.is_preempted):
             self._rescued = None
@@ -257,7 +258,7 @@ class JobCore:
         return structs.replace(wants, required=required)
 
     def _newest_of_start(self, ranks: Sequence[RankView]) -> StepKey | None:
-        """Return the newest capture of the present start that all ranks of the node have whole."""
+        """Return the newest capture of the current start that is whole on all ranks of the node."""
         start = newest_begun(ranks).start
         of_start = [key for key in whole_on_all(ranks) if key.start == start]
         return max(of_start, default=None)
@@ -284,7 +285,7 @@ class JobCore:
         )
 
     def _exchange(self, report: Report, ranks: Sequence[RankView], now: float) -> Order | None:
-        """Send what is new to the other nodes. Returns: the order that this node is to obey, if there is a new one."""
+        """Send changes to the other nodes. Returns: the new order for this node, if any."""
         if self.coordinator is None:
             if report != self._sent_report:
                 self._sent_report = report
@@ -298,19 +299,19 @@ class JobCore:
 
     @property
     def repeat_at(self) -> float | None:
-        """Time at which ``repeat_state`` sends something; None: there is nobody to send it to."""
+        """Return the time of the next ``repeat_state``; None without peers."""
         if self.settings.num_nodes == 1 or self._is_alone:
             return None
         return self._repeat_at
 
     def repeat_state(self, now: float) -> list[Action]:
-        """Send the state once more, if nothing was sent for a while."""
+        """Send the state again, if nothing was sent for a while."""
         if self.repeat_at is None or now < self._repeat_at:
             return []
         return self._send_state(now)
 
     def _send_state(self, now: float) -> list[Action]:
-        """Send the state of this node, or of the coordinator, to whom it concerns."""
+        """Send the state of this node to the coordinator, or the order of the coordinator to the nodes."""
         self._repeat_at = now + HEARTBEAT_S
         actions: list[Action] = []
         if self.coordinator is not None and self.coordinator.last_order is not None:
@@ -321,7 +322,7 @@ class JobCore:
         return actions
 
     def _hold_slots(self, ranks: Sequence[RankView], unanswered: list[StepKey]) -> None:
-        """Hold the captures that levels read or must read, and no others."""
+        """Hold exactly the captures that levels read or must read."""
         keys = self.node.keys_to_hold(unanswered, num_spare_slots(ranks))
         for rank in ranks:
             for slot in rank.slots:
@@ -336,9 +337,9 @@ class JobCore:
                     self._actions.append(Hold(rank.rank, slot_of_key.slot_id, slot_of_key.sequence, num_kept))
 
     def _names_at(self, index: int, wants: Wants) -> set[NamedStep]:
-        """Return the names that a level is to have: the first those of trainers, slower ones those of faster ones.
+        """Return the names for a level: the first level gets those of trainers, slower levels those of faster ones.
 
-        Node 0 alone gives names, so that no two nodes write the same file. Other nodes know none, and take none away.
+        Only node 0 gives names, so that no two nodes write the same file. Other nodes neither give nor remove names.
         """
         if self.settings.node != COORDINATOR_NODE or self.node.levels[index].is_redundancy:
             return set()
@@ -348,9 +349,9 @@ class JobCore:
         return names
 
     def _first_awaited(self, unanswered: list[StepKey], ranks: Sequence[RankView]) -> int | None:
-        """Return the step from which on the keeper wants to see captures begin; None: it awaits none.
+        """Return the first step whose capture the keeper awaits, if any.
 
-        It wants to see the first one of a start in any case: users read when training began.
+        It always awaits the first one of a start, to report when training began.
         """
         steps = []
         for key in unanswered:
@@ -364,16 +365,18 @@ class JobCore:
         return min(steps, default=None)
 
     def is_idle(self, wants: Wants) -> bool:
-        """Return True if no level has anything left to do."""
+        """Return True if no level has work left."""
         for index, level in enumerate(self.level_tasks):
             if not level.is_idle(self._names_at(index, wants), wants.released):
                 return False
         return True
 
-    # What trainers get to know
+    # State for trainers
 
     def level_states(self, *, has_progress: bool) -> tuple[LevelState, ...]:
-        """Return the state of each storage level. ``has_progress``: True if somebody waits for a step."""
+        """Return the state of each storage level. ``has_progress``: include the progress, because a trainer waits for a
+        step.
+        """
         states = []
         for level, tasks in zip(self.node.storage, self.level_tasks, strict=False):
             writing = None
@@ -395,7 +398,7 @@ class JobCore:
 
     @property
     def protected(self) -> StepKey | None:
-        """The newest capture that survives the loss of a node."""
+        """Return the newest capture that survives the loss of a node."""
         redundancy = self.node.redundancy
         if redundancy is None:
             return None
@@ -403,17 +406,17 @@ class JobCore:
 
     @property
     def name_refusals(self) -> tuple[NameRefusal, ...]:
-        """Names that a level does not take as they are."""
+        """Return names that a level refuses."""
         refusals: list[NameRefusal] = []
         for level in self.level_tasks:
             refusals += level.name_refusals
         return tuple(refusals)
 
     def given_names(self) -> tuple[NamedStep, ...]:
-        """Return the names that are given, without those that a faster level is still to give to its own copy.
+        """Return the given names, without those that a faster level must still give to its own copy.
 
-        A trainer asks no more for a name that is given. So what is given at a slower level first does not count yet:
-        the copy of a faster one would expire.
+        A trainer stops asking for a given name. So a name that a slower level got first does not count yet: the copy at
+        the faster level could be deleted.
         """
         names: set[NamedStep] = set()
         for index, level in enumerate(self.node.storage):
@@ -423,14 +426,14 @@ class JobCore:
         return tuple(sorted(names))
 
     def _is_to_name(self, index: int, named: NamedStep) -> bool:
-        """Return True if a level works, may have a step, and is still to give it that name."""
+        """Return True if a level works, may have a step, and will give it that name."""
         level = self.node.levels[index]
         if not level.is_ready or named in level.names:
             return False
         return level.progress is GrantProgress.LISTING or self.level_tasks[index].may_give(named)
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
-        """Note whether something is due to be protected, and was not yet."""
+        """Record whether a due step is not protected yet."""
         redundancy = self.settings.redundancy
         if redundancy is None:
             return
@@ -449,11 +452,11 @@ class JobCore:
         return [node for node, received_at in self._node_received_at.items() if now >= received_at + UNREACHED_S]
 
     def alerts(self, now: float, address: str) -> list[KeeperAlert]:
-        """Return the trouble that lasts.
+        """Return the lasting problems.
 
         Args:
             now: seconds of a monotonic clock.
-            address: where the keepers of all nodes meet; for people.
+            address: the address at which the keepers of all nodes connect, for the message.
         """
         alerts = []
         silent = self._silent_nodes(now)
@@ -470,7 +473,7 @@ class JobCore:
 
 
 def _others(settings: JobSettings) -> list[int]:
-    """Return the nodes that this one exchanges messages with."""
+    """Return the nodes with which this one exchanges messages."""
     if settings.num_nodes == 1:
         return []
     if settings.node == COORDINATOR_NODE:
@@ -492,7 +495,7 @@ def _unreached(node: int, silent: list[int], address: str) -> str:
 
 
 def _digest(settings: JobSettings) -> int:
-    """Return a number that is the same on all nodes of a job, and another one where what they agree on differs."""
+    """Return a hash of the settings on which all nodes of a job must agree."""
     levels = []
     for level in settings.levels:
         retention = (level.keep_last, level.keep_every_n_steps)

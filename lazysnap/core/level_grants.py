@@ -1,4 +1,4 @@
-"""The knowledge of the coordinator about one level, or about redundancy. Pure."""
+"""The state of the coordinator for one level, or for redundancy. Pure."""
 
 import math
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from lazysnap.core.messages import (
 
 MAX_MARGIN_STEPS = 64
 MAX_REMEMBERED = 256
-"""Number of complete snapshots that are remembered per level, at least. Nodes judge older ones by their age alone."""
+"""Minimum number of complete snapshots that are remembered per level. Nodes judge older ones only by their age."""
 
 
 @dataclass
@@ -24,42 +24,44 @@ class LevelGrants:
 
     settings: LevelSettings
     is_redundancy: bool = False
-    """True for redundancy: only what all nodes have now is complete."""
+    """True for redundancy: a snapshot is complete only while all nodes have it."""
     reports: list[LevelReport] = field(default_factory=list)
-    """The newest one of each node."""
+    """The newest report of each node."""
     is_listing: bool = True
-    """True while a node does not know which files it has."""
+    """True while a node has not listed its files."""
     is_ready: bool = False
-    """True if the level works on all nodes. Nothing is granted before."""
+    """True if the level works on all nodes. Otherwise nothing is granted."""
     is_failing: bool = False
-    """True while the level does not work on some node."""
+    """True while the level fails on some node."""
     named: set[StepKey] = field(default_factory=set)
     """Snapshots that have a name here."""
     is_open: bool = False
-    """True once every node reported which files it has, and for ever from then on. Before that nothing is granted,
-    cancelled or deleted."""
+    """True once every node has reported its files, and from then on. Before that nothing is granted, cancelled or
+    deleted.
+    """
     grant: StepKey | None = None
     source: int | None = None
-    """The level that the granted step is copied from; None: the slots."""
+    """The level from which the granted step is copied; None: the slots."""
     version: int = 0
-    """Grows with each change of the grant."""
+    """Incremented with each change of the grant."""
     complete: set[StepKey] = field(default_factory=set)
-    """Invariant: at the moment when a key came in, every node had its part, committed and read back."""
+    """Invariant: when a key was added, every node had committed its part and read it back."""
     cancelled: set[StepKey] = field(default_factory=set)
-    """Invariant: disjoint from ``complete``, and never the present grant."""
+    """Invariant: disjoint from ``complete``, and never the current grant."""
     given_up: set[StepKey] = field(default_factory=set)
-    """Steps that are not granted here again: a node does not have them any more, or a thread that hangs works on them.
-    Invariant: disjoint from ``complete``.
+    """Steps that are not granted again: a node lost them, or a hanging thread works on them. Invariant: disjoint from
+    ``complete``.
     """
     margin_steps: int = 0
-    """Steps by which a grant lies further ahead; grows with a miss, falls with a success."""
+    """Steps by which a grant lies further ahead. Grows with each miss, shrinks with each success."""
     is_ahead: bool = True
-    """True if the granted step was not begun when it was granted, or nobody knows: a miss does not give it up then."""
+    """True if the granted step had perhaps not begun when it was granted. A miss then does not give it up."""
     is_overtaken: bool = False
-    """True once a required step is to be read before the granted one. Nodes let go of the grant then, which is no
-    miss. It stays True until the grant is over."""
+    """True once a required step must be read before the granted one. Nodes then release the grant, which is no miss. It
+    stays True until the grant is over.
+    """
     due_start: int = 0
-    """The start for which ``due_at`` was set; 0: none. In any other one the level is due at once."""
+    """The start for which ``due_at`` was set, or 0. In another start the level is due at once."""
     due_at: float = 0.0
 
     @property
@@ -69,7 +71,7 @@ class LevelGrants:
 
     @property
     def reads_slots(self) -> bool:
-        """True if slots are held for a grant that is under way."""
+        """True if slots are held for a current grant."""
         return self.is_under_way and self.source is None
 
     @property
@@ -78,7 +80,7 @@ class LevelGrants:
         return all(report.version == self.version for report in self.reports)
 
     def receive(self, reports: list[LevelReport]) -> None:
-        """Replace the reports of all nodes, and what follows from them."""
+        """Combine the reports of the nodes."""
         self.reports = reports
         self.is_listing = False
         self.is_ready = True
@@ -103,8 +105,8 @@ class LevelGrants:
 
         Args:
             key: the step.
-            source: the level that it is copied from; None: the slots.
-            is_ahead: True if it was not begun yet.
+            source: the level from which it is copied; None: the slots.
+            is_ahead: True if it has not begun yet.
         """
         self.grant = key
         self.source = source
@@ -115,7 +117,7 @@ class LevelGrants:
             self.cancelled.discard(key)
 
     def become_complete(self, key: StepKey) -> None:
-        """All nodes stored the step."""
+        """Complete the grant: all nodes stored the step."""
         self.complete.add(key)
         self.cancelled.discard(key)
         self.given_up.discard(key)
@@ -126,7 +128,7 @@ class LevelGrants:
             self.given_up = set(sorted(self.given_up)[-MAX_REMEMBERED:])
 
     def become_cancelled(self, key: StepKey, *, is_late: bool) -> None:
-        """A node gave the granted step up. ``is_late``: because the order reached it too late."""
+        """Cancel the grant: a node gave it up. ``is_late``: because the order reached it too late."""
         self.cancelled.add(key)
         if is_late:
             self.margin_steps = min(2 * self.margin_steps + 1, MAX_MARGIN_STEPS)
@@ -134,25 +136,25 @@ class LevelGrants:
         self.become_granted(None, None, is_ahead=True)
 
     def is_done_with(self, key: StepKey) -> bool:
-        """Return True if a step is complete here, or is not granted again."""
+        """Return True if a step is complete, or is not granted again."""
         return key in self.complete or key in self.given_up
 
     def is_due(self, start: int, now: float) -> bool:
-        """Return True if it is time for a snapshot. A level with a number of steps is due whenever that is reached."""
+        """Return True if it is time for a snapshot. A level with a step interval is always due."""
         return self.settings.every_n_steps is not None or self.due_start != start or now >= self.due_at
 
     def was_granted_at(self, start: int, now: float) -> None:
-        """Note that a snapshot that was due is under way."""
+        """Record that a due snapshot is being stored."""
         self.due_start = start
         self.due_at = now + self.settings.every_s
 
     def next_step(self, begun: int, capture_every: int) -> int:
-        """Return a step that will be captured and is due here, more than ``margin_steps`` after ``begun``."""
+        """Return the next due step that will be captured, more than ``margin_steps`` after ``begun``."""
         every = math.lcm(self.settings.every_n_steps or 1, capture_every)
         return (max(0, begun + self.margin_steps) // every + 1) * every
 
     def passes_a_multiple(self, key: StepKey) -> bool:
-        """Return True if a step that is due lies between the newest complete snapshot and this one."""
+        """Return True if a due step lies between the newest complete snapshot and this one."""
         if self.settings.every_n_steps is None:
             return True
         newest = -1
@@ -165,8 +167,8 @@ class LevelGrants:
         """Return this state for the nodes. Old cancelled steps are forgotten here.
 
         Args:
-            required: steps that somebody wants stored.
-            named: snapshots that have a name there, or are to get one.
+            required: required steps.
+            named: snapshots that have or will get a name there.
         """
         newest = sorted(self.complete)[-max(MAX_IN_MESSAGE, self.settings.keep_last + 1) :]
         answered = self.complete & {*required, *named}

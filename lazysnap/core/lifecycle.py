@@ -11,26 +11,26 @@
        │ └──────all ended well; or nothing is in memory; or SIGTERM─────────────┼─┘
        └───────────────────────────────a trainer────────────────────────────────┘
 
-LINGERING keeps memory for a restart. DRAINING ends when everything is stored, and what need not stay is deleted; the
+LINGERING keeps memory for a restart. DRAINING ends when everything is stored, and unneeded files are deleted; the
 coordinator also waits until all nodes know that.
 
-The phase does not decide what is stored: as soon as no rank of any node captures any more, the coordinator grants the
-newest capture that all of them have, whatever the phase is.
+The phase does not decide what is stored. As soon as no rank of any node captures, the coordinator grants the newest
+capture that all of them have.
 """
 
 import enum
 from dataclasses import dataclass
 
 START_GRACE_S = 30.0
-"""Time for which a keeper waits for its first trainer."""
+"""Seconds that a keeper waits for its first trainer."""
 DRAIN_LIMIT_S = 3600.0
 """Seconds after which a draining keeper ends, even if a level still fails: memory is lost."""
 FAREWELL_S = 5.0
-"""Time for which the coordinator waits until all nodes know that everything is stored."""
+"""Seconds that the coordinator waits until all nodes know that everything is stored."""
 
 
 class Phase(enum.Enum):
-    """See the module's drawing."""
+    """The phases of a keeper. See the diagram of the module."""
 
     WAITING = "waiting"
     SERVING = "serving"
@@ -41,17 +41,17 @@ class Phase(enum.Enum):
 
 @dataclass
 class Lifecycle:
-    """The phase, and since when.
+    """The phase, and the time of the last transition.
 
-    Each deadline is compared with the time by the very sum that ``deadlines`` returns: by a difference it could, after
-    rounding, not be over yet at that time, and the loop would spin.
+    Each deadline is compared by the same sum that ``deadlines`` returns. After rounding, a difference might not be over
+    at that time, and the loop would spin.
     """
 
     since: float
     linger_s: float = 0.0
     phase: Phase = Phase.WAITING
     is_terminated: bool = False
-    """True once SIGTERM came: memory waits for nobody."""
+    """True after SIGTERM: memory waits for no restart."""
     _drained_at: float | None = None
 
     def advance(self, now: float, *, is_served: bool, is_restart_expected: bool, is_training_over: bool) -> None:
@@ -83,8 +83,8 @@ class Lifecycle:
 
         Args:
             now: seconds of a monotonic clock.
-            is_drained: True if all is stored, and what need not stay is deleted.
-            do_all_know: True if this keeper may leave without asking others.
+            is_drained: True if everything is stored, and unneeded files are deleted.
+            do_all_know: True if no other node needs this keeper any more.
         """
         assert self.phase is Phase.DRAINING
         if not is_drained:
@@ -96,7 +96,7 @@ class Lifecycle:
             self._become(Phase.OVER, now)
 
     def deadlines(self) -> list[float]:
-        """Return the times at which the phase may change by itself."""
+        """Return the times at which the phase may change."""
         times = []
         if self.phase in (Phase.WAITING, Phase.LINGERING, Phase.DRAINING):
             times.append(self._deadline())

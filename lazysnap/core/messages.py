@@ -9,10 +9,10 @@
     keeper   <──── Order ───────  coordinator
 
 A sender sends its state when it changed and when a connection begins. So losing, repeating or delaying a message does
-no harm, nothing has to be answered, and nobody keeps a list of what the other side may have missed. Messages of one
-connection keep their order, and nothing of an earlier connection comes after a later one.
+no harm, and no answers or retries are needed. Messages of one connection keep their order, and no message of an earlier
+connection comes after those of a later one.
 
-Words of ``core``:
+Terms of ``core``:
 
 * A *start* is one launch of the training, on all ranks. Its id grows from start to start.
 * A *snapshot* is one step of one start on a level. A *capture* is the same step in the memory of one rank.
@@ -27,16 +27,16 @@ from typing import Any
 from msgspec import Struct, field
 
 PROTOCOL = 2
-"""Raised with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report`` and
-``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
+"""Incremented with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report``
+and ``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
 """
 
 COORDINATOR_NODE = 0
 """The node whose keeper is the coordinator. All others connect to it."""
 
 MAX_IN_MESSAGE = 32
-"""Complete snapshots of a level in one message: so many of the newest, or more where ``keep_last`` wants that. Those
-that somebody requires come on top. It also bounds the cancelled steps, and the lost ones that nobody requires.
+"""Maximum complete snapshots of a level in one message: the newest, or more if ``keep_last`` needs them. Required ones
+are added. The limit also holds for cancelled steps, and for lost steps that are not required.
 """
 
 MAX_STORED_REPORTED = 64
@@ -44,7 +44,7 @@ MAX_STORED_REPORTED = 64
 
 
 class StepKey(Struct, frozen=True, order=True, array_like=True):
-    """Names a snapshot. A step that is passed again after a restart is another snapshot, of another start.
+    """Identifies a snapshot. A step that is repeated after a restart is another snapshot, of another start.
 
     Keys sort by age: the later start is newer, then the greater step.
     """
@@ -62,20 +62,20 @@ class NamedStep(Struct, frozen=True, order=True, array_like=True):
 
 
 class LevelSettings(Struct, frozen=True):
-    """A storage level, as the user configures it. See ``config.PersistentLevel``."""
+    """A storage level in the user's configuration. See ``config.PersistentLevel``."""
 
     url: str
     every_s: float = 60.0
-    """Seconds from one snapshot that is due to the next. The first one is due at once."""
+    """Seconds between due snapshots. The first one is due at once."""
     every_n_steps: int | None = None
-    """If given, the multiples of it are due, and ``every_s`` does not count."""
+    """If set, multiples of it are due, and ``every_s`` is ignored."""
     keep_last: int = 2
     keep_every_n_steps: int | None = None
     """Complete snapshots of these steps are never deleted."""
     timeout_s: float = 120.0
-    """A task that moves no byte for so long is given up, and the level counts as failed."""
+    """Seconds without progress after which a task is abandoned, and the level counts as failed."""
     is_shared: bool = True
-    """True if all nodes see the same place there."""
+    """True if all nodes share this level."""
     max_bytes_per_s: int | None = None
     storage_options: dict[str, Any] | None = None
 
@@ -93,18 +93,18 @@ class RedundancySettings(Struct, frozen=True):
     parity: int = 1
     """Nodes of the group that may be lost."""
     most_lost: int = 1
-    """Nodes of all groups that may be lost. What more nodes hold needs no parity."""
+    """Number of nodes of all groups that may be lost. What more nodes hold needs no parity."""
     block_bytes: int = 1 << 20
     max_bytes_per_s: int | None = None
 
     @property
     def level(self) -> LevelSettings:
-        """Redundancy as one more level, whose files are parity in memory."""
+        """Redundancy as a level, whose files are parity in memory."""
         return LevelSettings("redundancy", every_n_steps=self.every_n_steps, keep_last=1, timeout_s=self.timeout_s)
 
 
 class JobSettings(Struct, frozen=True):
-    """Settings that all ranks of a node agree on, for one start and for earlier ones that had the same."""
+    """Settings that all ranks of a node share, for one or more starts."""
 
     run: str
     """Id of the run: 16 hexadecimal digits."""
@@ -113,7 +113,7 @@ class JobSettings(Struct, frozen=True):
     redundancy: RedundancySettings | None = None
     capture_every_n_steps: int = 1
     num_kept: int = 1
-    """K: newest whole captures that are never written over. See ``memory.slot_choice``."""
+    """K: newest whole captures that are never overwritten. See ``memory.slot_choice``."""
     ranks: tuple[int, ...] = (0,)
     """Numbers of the ranks of the node among all ranks, by local rank."""
     world_size: int = 1
@@ -127,21 +127,21 @@ class JobSettings(Struct, frozen=True):
 
 
 class PeerAddress(Struct, frozen=True, array_like=True):
-    """Address at which the keeper of a node serves the others."""
+    """The address at which the keeper of a node serves the others."""
 
     host: str
     port: int
-    """0: it does not."""
+    """The port, or 0 if it does not serve."""
 
 
 class PeerSettings(Struct, frozen=True):
-    """Settings by which the keepers of one start reach each other."""
+    """Settings with which the keepers of one start connect to each other."""
 
     job: str
     node: int
-    """Number of the node that gets this."""
+    """The number of the receiving node."""
     secret: str
-    """See ``peers.secret``. It is drawn anew for each start."""
+    """See ``peers.secret``. Drawn for each start."""
     addresses: tuple[PeerAddress, ...]
     """One address for each node."""
 
@@ -153,15 +153,15 @@ class MemoryWish(Struct, frozen=True):
     meta_bytes: int
     image_bytes: int
     growth_bytes: int = 0
-    """Host memory that training itself is still going to take. Slots leave it free."""
+    """Host memory that training will still take. Slots leave it free."""
     max_bytes: int | None = None
-    """Bound for the memory of all slots of the rank; None: what the machine has."""
+    """Limit for the memory of all slots of the rank; None: no limit."""
     spill_directory: str | None = None
-    """Directory in which slots are files where memory does not suffice; None: nowhere."""
+    """Directory for slots as files, if memory does not suffice; None: no files."""
 
 
 class Farewell(enum.Enum):
-    """Ways in which a training parts from its keeper."""
+    """Ways in which a training ends its connection to the keeper."""
 
     NONE = ""
     LEFT = "left"
@@ -171,69 +171,69 @@ class Farewell(enum.Enum):
 
 
 class TrainerState(Struct, frozen=True, tag="trainer"):
-    """All that a keeper must know of one trainer."""
+    """The complete state of one trainer for its keeper."""
 
     local_rank: int
     """Number of the rank on its node."""
     start: int = 0
     """Id of the start; 0 while the trainer still restores."""
     step: int = -1
-    """Step from which this start goes on; -1 before the first."""
+    """The step from which this start continues; -1 before the first."""
     job: JobSettings | None = None
     """None while the trainer still restores."""
     source: str = ""
-    """The place from which that step was restored; for the events of the run alone."""
+    """The source from which that step was restored; only for the event log."""
     peers: PeerSettings | None = None
-    """None where the job has one node."""
+    """None with one node."""
     linger_s: float = 1800.0
-    """Seconds for which memory waits for a restart after the last trainer of the node died."""
+    """Seconds that memory waits for a restart after the last trainer of the node died."""
     memory: MemoryWish | None = None
-    """None: no captures are made, or the size of the state is not known yet."""
+    """None without captures, or if the size of the state is not known yet."""
     slots: tuple[int, ...] = ()
-    """Ids of the slots that it has. After the death of a keeper their descriptors come along."""
+    """Ids of the slots of the trainer. After the death of a keeper their descriptors are sent, too."""
     returned: tuple[int, ...] = ()
-    """Ids of the slots that it does not use any more, and of which nothing is needed."""
+    """Ids of unused slots, whose contents are not needed."""
     required: tuple[int, ...] = ()
-    """Steps of this start that every level must store, whatever its interval."""
+    """Steps of this start that every level must store, due or not."""
     protect: tuple[int, ...] = ()
-    """Steps of this start that other nodes must protect, whatever the interval."""
+    """Steps of this start that other nodes must protect, due or not."""
     names: tuple[NamedStep, ...] = ()
-    """Names that are to be given. Their steps are required at the first level."""
+    """Names to give. Their steps are required at the first level."""
     released: tuple[str, ...] = ()
-    """Names that are to be taken away at every level. Invariant: none of them is in ``names``."""
+    """Names to remove at every level. Invariant: none of them is in ``names``."""
     is_preempted: bool = False
-    """True once this process is about to be killed: the newest capture is stored now, and all ranks get to know."""
+    """True after a preemption signal: the newest capture is stored at once, and all ranks are informed."""
     is_sealed: bool = False
-    """True once it captures nothing more: what it holds counts like that of a dead trainer."""
+    """True once captures have stopped: its captures count like those of a dead trainer."""
     farewell: Farewell = Farewell.NONE
     waited_s: float = 0.0
-    """Seconds that training has waited for lazysnap so far; for people."""
+    """Seconds that training has waited for lazysnap so far, for reports."""
 
 
 class LevelState(Struct, frozen=True):
     """State of one level for trainers."""
 
     complete: tuple[StepKey, ...] = ()
-    """The newest snapshots that all nodes stored, and those that somebody requires."""
+    """The newest snapshots that all nodes stored, and required ones."""
     given_up: tuple[StepKey, ...] = ()
     """Required steps that this level will not have."""
     is_listed: bool = False
-    """True once this node knows which files and names are there."""
+    """True once this node has listed files and names."""
     is_failing: bool = False
-    """True while the level does not work on some node, this one or another."""
+    """True while the level fails on some node."""
     failure: str = ""
-    """Why the last task of this node failed; empty while the level works here."""
+    """The error of the last task of this node; empty while the level works on this node."""
     failed_step: int | None = None
-    """The step that it did not store; None: it was another task."""
+    """The step that the task did not store; None: another task."""
     num_failures: int = 0
     """Steps that were not stored since the keeper began the job."""
     writing: StepKey | None = None
-    """The step that is being stored, if somebody waits for a step."""
+    """The step that is being stored, if a trainer waits for a step."""
     moved_bytes: int = 0
 
 
 class KeeperAlert(Struct, frozen=True, array_like=True):
-    """Trouble that the user should know of, as long as it lasts."""
+    """A problem that is reported to the user while it lasts."""
 
     about: str
     """``links``, ``protection`` or ``keeper``."""
@@ -241,7 +241,7 @@ class KeeperAlert(Struct, frozen=True, array_like=True):
 
 
 class NameRefusal(Struct, frozen=True, array_like=True):
-    """A name that a level does not take as it is."""
+    """A name that a level refuses."""
 
     url: str
     name: str
@@ -249,31 +249,31 @@ class NameRefusal(Struct, frozen=True, array_like=True):
 
 
 class KeeperState(Struct, frozen=True, tag="keeper"):
-    """All that a trainer must know of its keeper."""
+    """The complete state of the keeper for a trainer."""
 
     pid: int = 0
     slots: tuple[int, ...] = ()
     """Ids of the slots of this rank."""
     newest_sequence: int = 0
-    """The greatest sequence number of any capture in them, when the trainer came."""
+    """The greatest sequence number in them when the trainer connected."""
     memory_refusal: str = ""
-    """Why there is no memory for the next slot; empty if there is, or it is being made."""
+    """The reason if there is no memory for the next slot; empty while it is made or exists."""
     levels: tuple[LevelState, ...] = ()
     """Fast to slow; empty before the start is known."""
     protected: StepKey | None = None
     """Newest capture that survives the loss of a node."""
     names: tuple[NamedStep, ...] = ()
-    """Names that are given at some level: the first one, or the fastest that could store the step."""
+    """Names that were given at some level: the first one, or the fastest that could store the step."""
     name_refusals: tuple[NameRefusal, ...] = ()
     lost: tuple[StepKey, ...] = ()
     """Required steps that no level can store any more."""
     alerts: tuple[KeeperAlert, ...] = ()
     is_preempted: bool = False
-    """True if the processes of some rank are about to be killed."""
+    """True if some rank is preempted."""
     is_serving_peers: bool = False
-    """True once it listens for other nodes."""
+    """True once the keeper listens for other nodes."""
     refusal: str = ""
-    """Why this trainer is not served. The keeper closes the connection after it."""
+    """The reason if this trainer is not served. The keeper then closes the connection."""
 
 
 class GrantProgress(enum.Enum):
@@ -283,28 +283,27 @@ class GrantProgress(enum.Enum):
 
         LISTING ──files are known──> IDLE
 
-        IDLE ──grant──> WAITING ──its source is there──> WRITING ──read back──> STORED
-                           │                                ├──> FAILED
-                           └──> MISSED                      └──> MISSED
+        IDLE ──grant──> WAITING ──source available──> WRITING ──read back──> STORED
+                           │                             ├──> FAILED
+                           └──> MISSED                   └──> MISSED
 
-    If redundancy loses its spare slot, any grant becomes MISSED, also a stored one.
-    A level that fails while it waits is FAILED, too. A thread that hung may still have stored the file: it is
-    STORED then. The next order with another grant leads from any state but LISTING to WAITING, to STORED if the node
-    has the file, or to IDLE.
+    If redundancy loses its spare slot, any grant becomes MISSED, also a stored one. A level that fails while it waits
+    becomes FAILED, too. If a hanging thread stored the file after all, the state becomes STORED. The next order with
+    another grant leads from any state but LISTING to WAITING, to STORED if the node has the file, or to IDLE.
     """
 
     LISTING = "listing"
-    """The node does not know yet which files it has. It follows no grant, and nothing is counted or deleted there."""
+    """The node has not listed its files yet. It follows no grant, and nothing is counted or deleted."""
     IDLE = "idle"
     WAITING = "waiting"
-    """The write has not begun: not all ranks of the node hold the capture, or another task of the level runs, or the
-    level does not work now.
+    """The write has not begun: not all ranks of the node hold the capture, another task of the level is running, or the
+    level fails.
     """
     WRITING = "writing"
     STORED = "stored"
-    """The file was written, committed and read back. When all nodes are here, the snapshot is complete."""
+    """The file was written, committed and read back. When all nodes are in this state, the snapshot is complete."""
     MISSED = "missed"
-    """The source does not hold the step, and never will. The level itself is well."""
+    """The source will never have the step. The level itself works."""
     FAILED = "failed"
 
 
@@ -312,17 +311,17 @@ class LevelReport(Struct, frozen=True, array_like=True):
     """A node's state of one level."""
 
     version: int
-    """Version of the order that the node obeyed. Only reports on the present version are counted."""
+    """The version of the order that the node obeyed. Only reports on the current version count."""
     grant: StepKey | None
     progress: GrantProgress
     is_ready: bool
-    """False from a failed task until a small write works. Nothing is granted then."""
+    """False from a failed task until a small write succeeds. Meanwhile nothing is granted."""
     stored: tuple[StepKey, ...]
-    """Snapshots of which this node stored its part, the newest first."""
+    """Snapshots whose part of this node is stored, the newest first."""
     names: tuple[NamedStep, ...] = ()
     """Names that are given there."""
     is_failing: bool = False
-    """True from a failed task until a real task works: a small write that works is not enough."""
+    """True from a failed task until a real task succeeds: a small write is not enough."""
 
 
 class Report(Struct, frozen=True, tag="report"):
@@ -332,43 +331,49 @@ class Report(Struct, frozen=True, tag="report"):
     job: int
     """``JobCore.digest``: the settings that all nodes have. A message of other settings does not count."""
     coordinator: int
-    """Number of the coordinator whose order this answers; 0 before the first order. No other one counts the report."""
+    """The number of the coordinator whose order this answers; 0 before the first order. Other coordinators ignore the
+    report.
+    """
     levels: tuple[LevelReport, ...]
     required: tuple[StepKey, ...] = ()
     names: tuple[NamedStep, ...] = ()
-    """Names that trainers want, given or not: one that is sent only until it is answered would be asked for again."""
+    """Names that trainers want, given or not. A name that is sent only until it is answered would be requested
+    again.
+    """
     protect: tuple[StepKey, ...] = ()
     """Steps that trainers want protected by other nodes."""
     is_preempted: bool = False
-    """True if the processes of some rank of the node are about to be killed."""
+    """True if some rank of the node is preempted."""
     captures_left: tuple[StepKey, ...] | None = field(default=None, name="left")
-    """Captures that all ranks of the node hold whole, once none of them captures any more; else None."""
+    """Captures that all ranks of the node hold whole, once captures have stopped on the node; else None."""
     knows_drained: bool = False
-    """True once it read an order that says ``is_drained``."""
+    """True once the node read an order with ``is_drained``."""
 
 
 class LevelOrder(Struct, frozen=True, array_like=True):
     """The coordinator's state of one level."""
 
     version: int
-    """Grows with each change of the grant. A step may be granted twice, and reports of the first time may be late."""
+    """Incremented with each change of the grant. A step may be granted twice, and reports on the first grant may be
+    late.
+    """
     grant: StepKey | None
     source: int | None
-    """The level that the granted step is copied from; None: the slots."""
+    """The level from which the granted step is copied; None: the slots."""
     complete: tuple[StepKey, ...]
     cancelled: tuple[StepKey, ...]
     given_up: tuple[StepKey, ...]
-    """Required steps that this level will not have: nobody waits for them."""
+    """Required steps that this level will never store."""
     named: tuple[StepKey, ...]
-    """Snapshots that have a name there, or are to get one: they are not deleted."""
+    """Snapshots that have or will get a name there: they are not deleted."""
     is_overtaken: bool
-    """True if a required step is to be read from the slots before the granted one. Training may wait for that step, and
-    so never begin the granted one (preemption): a node that has not begun it gives it up.
+    """True if a required step must be read from the slots before the granted one. Training may wait for it and never
+    begin the granted one (preemption), so a node that has not begun the granted step gives it up.
     """
     is_open: bool
-    """False while a new coordinator does not know yet what all nodes have. Then a node goes on as it is."""
+    """False while a new coordinator does not know the files of all nodes. Then a node changes nothing."""
     is_failing: bool = False
-    """True while the level does not work on some node."""
+    """True while the level fails on some node."""
 
 
 class Order(Struct, frozen=True, tag="order"):
@@ -379,9 +384,9 @@ class Order(Struct, frozen=True, tag="order"):
     coordinator: int
     levels: tuple[LevelOrder, ...]
     is_preempted: bool = False
-    """True if the processes of some rank of some node are about to be killed."""
+    """True if some rank of some node is preempted."""
     lost: tuple[StepKey, ...] = ()
     is_drained: bool = False
-    """True if nobody trains, and what must be stored of the captures that all nodes hold is complete everywhere."""
+    """True if training has ended everywhere, and all required captures are complete."""
     may_delete: bool = True
-    """False where a node stores alone: it does not know what others rely on."""
+    """False if a node stores alone: it does not know what other nodes need."""

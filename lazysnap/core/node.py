@@ -1,7 +1,7 @@
 """One node's side of the coordinator's orders. Pure.
 
-``coordinator`` decides which step all nodes store. This is the other side: is the step in the slots of this node, which
-slots are held for it, and what does the node report? ``messages.GrantProgress`` draws the states.
+``coordinator`` decides which step all nodes store. This module checks whether the step is in the slots of this node,
+decides which slots are held for it, and reports to the coordinator. ``messages.GrantProgress`` has the states.
 """
 
 from collections.abc import Sequence
@@ -24,28 +24,27 @@ from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
 
 NO_LEVEL_ORDER = LevelOrder(0, None, None, (), (), (), (), is_overtaken=False, is_open=False)
 NO_ORDER = Order(job=0, coordinator=0, levels=(), may_delete=False)
-"""Before the first order nothing is granted, complete or deleted."""
+"""The order before the first one: nothing is granted, complete or deleted."""
 
 
 class RankView(Struct, frozen=True):
-    """One rank of the node at one moment."""
+    """The state of one rank of the node at one time."""
 
     rank: int
     start: int
     """The start of its last trainer; 0 if there was none, or it still restores."""
     begun: int
-    """Newest step that was begun in this start; before the first one the step from which the start goes on."""
+    """Newest step that this start began; before the first one the step from which it continues."""
     is_capturing: bool
     """True if its trainer may still begin a capture."""
     num_kept: int
     """K; see ``memory.slot_choice``."""
     slots: tuple[SlotView, ...]
     has_spare: bool = True
-    """False if its trainer, which does not restore any more, does without the slot beyond K + 1: nothing may be held
-    for redundancy alone then."""
+    """False if its trainer, after restoring, has no slot beyond K + 1: then nothing may be held for redundancy only."""
 
     def capture_of(self, key: StepKey) -> SlotView | None:
-        """Return the slot that has this capture whole, or in which its trainer is writing it now."""
+        """Return the slot that contains this capture, whole or in progress."""
         for slot in self.slots:
             if slot.step != key.step or slot.start != key.start:
                 continue
@@ -55,7 +54,7 @@ class RankView(Struct, frozen=True):
         return None
 
     def keeps(self, slot: SlotView) -> bool:
-        """Return True if the capture stays: it is held already, or can be held in time."""
+        """Return True if the capture stays: it is held, or can be held in time."""
         return slot.is_held or not self.is_capturing or is_untouchable(slot, self.slots, self.num_kept)
 
     @property
@@ -68,12 +67,12 @@ class RankView(Struct, frozen=True):
         return {key_of(slot) for slot in self.slots if slot.is_whole}
 
     def held(self) -> set[StepKey]:
-        """Return the captures that the keeper, or one before it, holds."""
+        """Return the captures that this keeper or an earlier one holds."""
         return {key_of(slot) for slot in self.slots if slot.is_held}
 
 
 def key_of(slot: SlotView) -> StepKey:
-    """Return which capture a slot has. It must not be empty."""
+    """Return the capture in a slot, which must not be empty."""
     assert slot.step is not None
     return StepKey(slot.start, slot.step)
 
@@ -89,7 +88,7 @@ def whole_on_all(ranks: Sequence[RankView]) -> set[StepKey]:
 
 
 def newest_begun(ranks: Sequence[RankView]) -> StepKey:
-    """Return the newest step that a rank of the node began; of a start without a step, that from which it goes on."""
+    """Return the newest step that a rank of the node began, or else the step from which its start continues."""
     newest = StepKey(0, -1)
     for rank in ranks:
         newest = max(newest, StepKey(rank.start, rank.begun))
@@ -97,10 +96,7 @@ def newest_begun(ranks: Sequence[RankView]) -> StepKey:
 
 
 def is_in_memory(key: StepKey, ranks: Sequence[RankView]) -> bool:
-    """Return True if each rank of the node has the capture whole, or is writing it.
-
-    Whether it can be held is another question: see ``is_missed``.
-    """
+    """Return True if each rank of the node has the capture, whole or in progress. See ``is_missed`` for holding it."""
     return all(rank.capture_of(key) is not None for rank in ranks)
 
 
@@ -123,7 +119,8 @@ def is_missed(key: StepKey, ranks: Sequence[RankView]) -> bool:
             return True
         if rank.start == key.start and rank.begun >= key.step:
             return True
-        # As long as others capture, a step ahead is not missed: the next grant would be missed too, and so on for ever.
+        # While other ranks capture, a future step is not missed: otherwise the next grant would be missed too, and so
+        # on forever.
         if not rank.is_capturing and (is_begun or not is_anybody_capturing):
             return True
     return False
@@ -135,19 +132,19 @@ class NodeLevel:
 
     settings: LevelSettings
     is_redundancy: bool = False
-    """True for redundancy: what is stored is lost with the keeper, and its slots are held along with it."""
+    """True for redundancy: its files are lost with the keeper, and its slots stay held."""
     progress: GrantProgress = GrantProgress.LISTING
     order: LevelOrder = NO_LEVEL_ORDER
-    """The last order. From a coordinator that does not know yet what is stored it has the version alone."""
+    """The last order. It has only a version if the coordinator does not know all files yet."""
     is_ready: bool = True
     has_slots: bool = True
-    """False for redundancy where a rank has no slot to spare: nothing is held, counted or granted then."""
+    """False for redundancy if a rank has no spare slot: then nothing is held, counted or granted."""
     failure: str = ""
-    """Why the last task failed, until a real task works: a small write that works is not enough. Else empty."""
+    """The error of the last failed task, until a real task succeeds: a small write is not enough."""
     stored: set[StepKey] = field(default_factory=set)
-    """Invariant: this node's part of each of these was committed and read back, and its deletion has not begun."""
+    """Invariant: this node's part of each was committed and read back, and its deletion has not begun."""
     leftovers: set[StepKey] = field(default_factory=set)
-    """Snapshots of which a dead keeper, or a task that failed, may have left files.
+    """Snapshots of which a dead keeper or a failed task may have left files.
     Invariant: disjoint from ``stored``.
     """
     unusable: set[StepKey] = field(default_factory=set)
@@ -155,25 +152,25 @@ class NodeLevel:
     Invariant: disjoint from ``stored``.
     """
     names: set[NamedStep] = field(default_factory=set)
-    """Names that are given there. Node 0 alone gives them, so other nodes know none."""
+    """Given names. Only node 0 gives names, so other nodes have none."""
 
     @property
     def grant(self) -> StepKey | None:
-        """The granted step."""
+        """Return the granted step."""
         return self.order.grant
 
     @property
     def wanted_key(self) -> StepKey | None:
-        """The granted step, as long as its source must stay."""
+        """Return the granted step, while its source must stay."""
         if self.progress in (GrantProgress.WAITING, GrantProgress.WRITING):
             return self.grant
         return None
 
     @property
     def key_to_hold(self) -> StepKey | None:
-        """The granted step, as long as its slots are to be held.
+        """Return the granted step, while its slots must be held.
 
-        Parity is worth nothing without the slots it is of, and a node that has its parity does not know yet whether the
+        Parity needs the slots of which it was computed, and a node that has its parity does not know yet whether the
         others have theirs.
         """
         if self.order.source is not None:
@@ -187,8 +184,8 @@ class NodeLevel:
         return key in self.order.complete or key in self.order.given_up
 
     def obey(self, order: LevelOrder) -> None:
-        """Take the coordinator's order. ``LevelTasks`` cancels a write for another grant."""
-        if not order.is_open:  # what the coordinator does not know yet is as it was before
+        """Obey the coordinator's order. ``LevelTasks`` cancels a write for another grant."""
+        if not order.is_open:  # the coordinator does not know more yet
             order = structs.replace(
                 self.order,
                 version=order.version,
@@ -199,7 +196,7 @@ class NodeLevel:
         self._follow(order)
 
     def forget_orders(self) -> None:
-        """No order is known, as at the beginning. What is stored stays so."""
+        """Forget the order, as at the beginning. Stored files stay."""
         self._follow(NO_LEVEL_ORDER)
 
     def _follow(self, order: LevelOrder) -> None:
@@ -223,13 +220,13 @@ class NodeLevel:
         unusable: Sequence[StepKey],
         names: Sequence[NamedStep],
     ) -> None:
-        """The files of an earlier keeper are known: they count, and grants may begin.
+        """Count the listed files, after which grants may begin.
 
         Args:
-            stored: snapshots of which this node stored its part.
-            leftovers: snapshots of which it has files, and no commit.
-            unusable: snapshots of which it has committed files that do not count.
-            names: names that are given there.
+            stored: snapshots whose part of this node is stored.
+            leftovers: snapshots with files but without a commit.
+            unusable: snapshots with committed files that do not count.
+            names: given names.
         """
         self.stored.update(stored)
         self.leftovers.update(leftovers)
@@ -241,12 +238,12 @@ class NodeLevel:
         self._follow_grant()
 
     def become_writing(self) -> None:
-        """A task writes the granted step. Its source stays meanwhile."""
+        """Begin to write the granted step. Its source stays meanwhile."""
         assert self.progress is GrantProgress.WAITING
         self.progress = GrantProgress.WRITING
 
     def become_stored(self, key: StepKey) -> None:
-        """A file was read back. It is there and counts, even if its grant is over."""
+        """Count a file that was read back, even if its grant is over."""
         self.stored.add(key)
         self.leftovers.discard(key)
         self.unusable.discard(key)
@@ -254,14 +251,14 @@ class NodeLevel:
             self.progress = GrantProgress.STORED
 
     def become_missed(self, key: StepKey) -> None:
-        """The step cannot be stored, through no fault of the level."""
+        """Give up the step, which cannot be stored. The level itself works."""
         if key == self.wanted_key:
             self.progress = GrantProgress.MISSED
 
     def become_failed(self, text: str) -> None:
-        """A task failed or hangs, whichever it was, for the reason in ``text``. No grant before a small write works.
+        """Handle a task that failed or hangs. ``text``: the reason. Nothing is granted before a small write succeeds.
 
-        The present grant is given up: other levels wait until its step is read.
+        The current grant is given up: other levels wait until its step is read.
         """
         self.is_ready = False
         self.failure = text
@@ -269,7 +266,9 @@ class NodeLevel:
             self.progress = GrantProgress.FAILED
 
     def become_slotless(self) -> None:
-        """A rank has no slot for redundancy any more: its captures go on, and what was protected is so no more."""
+        """Stop redundancy because a rank has no slot for it. Captures continue, and the protected step is no longer
+        protected.
+        """
         assert self.is_redundancy
         self.has_slots = False
         self.leftovers |= self.stored
@@ -278,11 +277,11 @@ class NodeLevel:
             self.progress = GrantProgress.MISSED
 
     def become_ready(self) -> None:
-        """A small write works."""
+        """Recover: a small write succeeded."""
         self.is_ready = True
 
     def expired(self) -> list[StepKey]:
-        """Return the snapshots that need not stay, oldest first. What is granted or has a name stays."""
+        """Return the snapshots that may be deleted, oldest first. The granted step and steps with names stay."""
         if not self.order.is_open or self.progress is GrantProgress.LISTING:
             return []
         spared = {self.grant, *self.order.named}
@@ -296,7 +295,7 @@ class NodeLevel:
         return keys
 
     def forget(self, keys: Sequence[StepKey]) -> None:
-        """The deletion of these begins: they do not count any more."""
+        """Begin to delete these snapshots: they no longer count."""
         self.stored.difference_update(keys)
         self.leftovers.difference_update(keys)
         self.unusable.difference_update(keys)
@@ -319,17 +318,17 @@ class Node:
     storage: tuple[NodeLevel, ...]
     """The levels that are storage, fast to slow."""
     redundancy: NodeLevel | None = None
-    """The level that stands for parity."""
+    """The level for parity."""
     levels: tuple[NodeLevel, ...] = field(init=False)
-    """Those of storage; then redundancy, if there is any."""
+    """The storage levels; then redundancy, if any."""
     order: Order = NO_ORDER
     """The last order."""
     is_restoring: bool = False
-    """True while a trainer restores: what would be deleted now may be what it chooses."""
+    """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
     protected: StepKey | None = None
     """The capture whose slots and parity stay until a newer one is protected. A new keeper takes the oldest of those
-    that the keeper before it held: of two, the older one was protected. So it may be one whose parity is gone;
-    ``JobCore.protected`` is what trainers get to know.
+    that the earlier keeper held: of two, the older one was protected. Its parity may be lost; trainers see
+    ``JobCore.protected``.
     """
     _has_inherited: bool = False
 
@@ -339,7 +338,7 @@ class Node:
             self.levels = (*self.storage, self.redundancy)
 
     def inherit(self, ranks: Sequence[RankView]) -> None:
-        """Take over what was held for parity before. Only the first call that sees slots does something."""
+        """Take over the capture that was held for parity before. Only the first call with slots has an effect."""
         if self.redundancy is None or self._has_inherited:
             return
         held_keys: set[StepKey] = set()
@@ -351,27 +350,27 @@ class Node:
             self.protected = min(held_keys, default=None)
 
     def obey(self, order: Order) -> None:
-        """Take an order. Losing one, or taking one twice, changes nothing."""
+        """Obey an order. Idempotent."""
         self.order = order
         for level, level_order in zip(self.levels, order.levels, strict=True):
             level.obey(level_order)
         redundancy = self.redundancy
         if redundancy is not None and redundancy.order.is_open and redundancy.order.complete:
-            # Where parity was lost with a keeper nothing is complete. What is left of it is the best there is.
+            # If parity was lost with a keeper, nothing is complete. The remaining parity is the best one.
             self.protected = max(redundancy.order.complete)
 
     def forget_orders(self) -> None:
-        """The node stores alone no more. What was complete for it alone is not complete for the job."""
+        """Stop storing alone. Snapshots that were complete for this node are not complete for the job."""
         self.order = NO_ORDER
         for level in self.levels:
             level.forget_orders()
 
     def unanswered(self, required: Sequence[StepKey], names: Sequence[NamedStep]) -> list[StepKey]:
-        """Return the steps that somebody waits for.
+        """Return the steps that are required.
 
         Args:
-            required: steps that every storage level is to have.
-            names: names that the first level is to have. Once it has the step, the name is the matter of node 0 alone.
+            required: steps that every storage level must store.
+            names: names for the first level. Once it has the step, node 0 gives the name.
         """
         if not self.storage:
             return []
@@ -386,11 +385,11 @@ class Node:
         return sorted(keys.difference(self.order.lost))
 
     def keys_to_hold(self, required: Sequence[StepKey], num_spare: int) -> set[StepKey]:
-        """Return the captures that must not be written over.
+        """Return the captures that must not be overwritten.
 
         Args:
             required: steps that must be stored and are not answered yet.
-            num_spare: slots of a rank beyond the K + 1 that captures need. No more are held in advance.
+            num_spare: slots of a rank beyond the K + 1 that captures need, the maximum to hold in advance.
         """
         keys: set[StepKey] = set()
         if self.protected is not None:
@@ -404,16 +403,16 @@ class Node:
         return keys
 
     def expired(self, index: int) -> list[StepKey]:
-        """Return what may be deleted at a level: no slower level reads it, and no names tell that it stays."""
+        """Return the snapshots that may be deleted at a level: no slower level reads them, and they have no name."""
         if not self.order.may_delete or self.is_restoring:
             return []
         read_by_slower = {level.wanted_key for level in self.levels if level.order.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
     def check_spare_slots(self, ranks: Sequence[RankView]) -> None:
-        """Give redundancy up while a rank has no slot to spare for it.
+        """Stop redundancy while a rank has no spare slot for it.
 
-        Ranks of earlier starts do not count, nor those that restore: what is protected may be what they read.
+        Ranks of earlier starts and restoring ranks do not count: they may read the protected step.
         """
         if self.redundancy is None:
             return
@@ -425,9 +424,9 @@ class Node:
             self.protected = None
 
     def give_up_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
-        """Give up the grants that this node cannot follow any more, and those that a required step overtook.
+        """Give up grants that this node can no longer follow, and those that a required step overtook.
 
-        Of a grant whose write runs already, ``LevelTasks`` cancels the write.
+        If the write has begun, ``LevelTasks`` cancels it.
 
         Args:
             ranks: those of the node.
@@ -449,7 +448,7 @@ class Node:
                 level.become_missed(key)
 
     def _is_crowded_out(self, level: NodeLevel, key: StepKey) -> bool:
-        """Return True if another level still reads an older step. Memory has one slot to spare for what is read."""
+        """Return True if another level still reads an older step. Memory has only one spare slot for reading."""
         if level.progress is not GrantProgress.WAITING:
             return False
         return any(other.key_to_hold is not None and other.key_to_hold < key for other in self.storage)

@@ -4,7 +4,7 @@
 
     ABSENT, DEAD or ENDED ──a trainer──────────────────────> ATTACHED
     ATTACHED ──connection lost─────────────────────────────> AWAY
-    AWAY ──it connects again, or another takes its place───> ATTACHED
+    AWAY ──it connects again, or another replaces it───> ATTACHED
     ATTACHED or AWAY ──process died────────────────────────> DEAD
     ATTACHED ──left────────────────────────────────────────> DEAD
     ATTACHED ──the training is over────────────────────────> ENDED
@@ -23,13 +23,13 @@ from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_fitting
 
 MEMORY_RETRY_S = 5.0
 MEMORY_WAIT_S = 0.5
-"""Pause where only slots of another size are in the way: their trainer is about to return them."""
+"""Seconds to wait if only slots of another size are in the way: their trainer will return them soon."""
 AWAY_GRACE_S = 1.5
-"""A trainer that lives, and lost its connection, is back sooner. Until then no other process takes its place."""
+"""Seconds for a live trainer to reconnect. Before that no other process replaces it."""
 
 
 class Presence(enum.Enum):
-    """See the module's drawing."""
+    """The states of a trainer. See the diagram of the module."""
 
     ABSENT = "absent"
     ATTACHED = "attached"
@@ -39,20 +39,20 @@ class Presence(enum.Enum):
 
 
 class Wants(Struct, frozen=True):
-    """Wants of the trainers of a node, at one moment."""
+    """The wants of all trainers of a node at one time."""
 
     required: tuple[StepKey, ...] = ()
     """Steps that every level must store."""
     protect: tuple[StepKey, ...] = ()
     """Steps that other nodes must protect."""
     names: tuple[NamedStep, ...] = ()
-    """Names that are to be given. Their steps are required at the first level."""
+    """Names to give. Their steps are required at the first level."""
     released: frozenset[str] = frozenset()
-    """Names that are to be taken away."""
+    """Names to remove."""
     is_preempted: bool = False
-    """True if the process of some rank is about to be killed."""
+    """True if some rank is preempted."""
     is_restoring: bool = False
-    """True while a trainer restores: what would be deleted now may be what it chooses."""
+    """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
 
 
 @dataclass
@@ -65,39 +65,39 @@ class Rank:
     connection: int = -1
     pid: int = -1
     state: TrainerState | None = None
-    """The last state that a trainer of this rank sent. It outlives the trainer: what was required still is."""
+    """The last state of a trainer of this rank. It outlives the trainer: required steps stay required."""
     slots: tuple[SlotView, ...] = ()
     newest_sequence: int = 0
-    """The greatest sequence number in the slots when the trainer came."""
+    """The greatest sequence number in the slots when the trainer connected."""
     last_sent: KeeperState | None = None
     """The last state that was sent on this connection."""
     is_making_slot: bool = False
     is_adopting: bool = False
-    """True from ``AdoptSlots`` until the slots of the trainer were seen: before, no slot is known to be missing."""
+    """True from ``AdoptSlots`` until the slots of the trainer were seen: before, no slot counts as missing."""
     memory_refusal: str = ""
-    """Why there was no memory for the last slot; empty if there was."""
+    """The reason if there was no memory for the last slot."""
     memory_retry_at: float | None = None
-    """The time before which no slot is made; None: now."""
+    """The time before which no slot is made, if any."""
     away_since: float = 0.0
 
     @property
     def is_served(self) -> bool:
-        """True if its trainer is alive, and did not leave."""
+        """True if its trainer is alive and did not leave."""
         return self.presence in (Presence.ATTACHED, Presence.AWAY)
 
     @property
     def start(self) -> int:
-        """Id of the start of its last trainer; 0 if there was none, or it still restores."""
+        """Id of the start of its last trainer; 0 without one, or while it restores."""
         if self.state is None:
             return 0
         return self.state.start
 
     def view(self, num_kept: int, *, may_still_come: bool) -> RankView:
-        """Return what the grants need to know.
+        """Return the view of this rank for grants.
 
         Args:
             num_kept: K; see ``memory.slot_choice``.
-            may_still_come: True if an absent rank is to be waited for.
+            may_still_come: True if an absent rank may still connect.
         """
         if self.state is None:
             return RankView(self.number, 0, -1, is_capturing=may_still_come, num_kept=1, slots=self.slots)
@@ -108,7 +108,7 @@ class Rank:
                 begun = max(begun, slot.step)
         is_capturing = self.is_served and not self.state.is_sealed
         if self.is_adopting:
-            is_capturing = True  # what is left is not known yet
+            is_capturing = True  # the slots are not known yet
         memory = self.state.memory
         has_spare = start == 0 or memory is None or memory.num_slots > num_kept + 1
         return RankView(self.number, start, begun, is_capturing, num_kept, self.slots, has_spare)
@@ -116,7 +116,7 @@ class Rank:
     # Memory
 
     def slot_to_make(self, now: float) -> MakeSlot | None:
-        """Return the allocation that is due; one at a time."""
+        """Return the next allocation; one at a time."""
         if self.state is None or self.state.memory is None:
             return None
         if self.presence is not Presence.ATTACHED or self.is_making_slot or self.is_adopting:
@@ -131,20 +131,20 @@ class Rank:
         if num_fitting >= wish.num_slots:
             return None
         self.is_making_slot = True
-        self.memory_retry_at = None  # the answer may set it again
+        self.memory_retry_at = None  # the result may set it again
         return MakeSlot(self.number, wish)
 
     def slot_made(self) -> None:
-        """A slot was allocated."""
+        """Handle an allocated slot."""
         self.is_making_slot = False
         self.memory_refusal = ""
         self.memory_retry_at = None
 
     def memory_refused(self, text: str, now: float) -> None:
-        """There was no memory. It is tried again: other processes may end.
+        """Handle a refused allocation. It is retried: other processes may end.
 
         Args:
-            text: why; empty if only slots that are about to be returned are in the way.
+            text: the reason; empty if only slots that will be returned soon are in the way.
             now: seconds of a monotonic clock.
         """
         self.is_making_slot = False
@@ -155,7 +155,7 @@ class Rank:
         self.memory_retry_at = now + pause_s
 
     def slots_to_free(self) -> list[Action]:
-        """Return what frees the slots that the trainer returned and nobody reads."""
+        """Return the actions that free returned slots which nobody reads."""
         actions: list[Action] = []
         if self.state is not None:
             for slot in self.slots:
@@ -166,7 +166,7 @@ class Rank:
         return actions
 
     def slots_to_void(self) -> list[Action]:
-        """Return what marks the captures that a dead trainer left half done."""
+        """Return the actions that void incomplete captures of dead trainers."""
         actions: list[Action] = []
         if not self.is_served:
             for slot in self.slots:
@@ -182,26 +182,26 @@ class Ranks:
     all: list[Rank] = field(default_factory=list)
     """Ranks by their number on the node."""
     wants: Wants = field(default_factory=Wants)
-    """Wants of all trainers, also of those that died. Each transition brings it up to date."""
+    """The wants of all trainers, also of dead ones. Each transition updates it."""
     is_served: bool = False
-    """True if any trainer is alive. Each transition brings it up to date, too."""
+    """True if any trainer is alive. Each transition updates it."""
 
     def rank(self, number: int) -> Rank:
-        """Return a rank, which may be new."""
+        """Return a rank, created if necessary."""
         while len(self.all) <= number:
             self.all.append(Rank(len(self.all)))
         return self.all[number]
 
     def is_restart_expected(self) -> bool:
-        """Return True if memory may be wanted again: a trainer died, and left a whole capture.
+        """Return True if memory may be needed again: a trainer died, and left a whole capture.
 
-        One whose captures were released does not count: the present start does not have its rank.
+        Trainers whose captures were released do not count: the current start does not have their rank.
         """
         dead = [rank for rank in self.all if rank.presence is Presence.DEAD]
         return any(slot.is_whole for rank in dead for slot in rank.slots)
 
     def growth_bytes(self) -> int:
-        """Return the memory that the trainers themselves are still going to take. May be called on any thread."""
+        """Return the memory that the trainers themselves will still take. Thread-safe."""
         total_bytes = 0
         for rank in self.all:
             state = rank.state
@@ -210,11 +210,11 @@ class Ranks:
         return total_bytes
 
     def is_training_over(self) -> bool:
-        """Return True if each trainer of the node said so."""
+        """Return True if each trainer of the node reported its end."""
         return bool(self.all) and all(rank.presence is Presence.ENDED for rank in self.all)
 
     def views(self, job: JobSettings) -> list[RankView]:
-        """Return what the grants need to know of each rank of a job."""
+        """Return the view of each rank of a job for grants."""
         views = []
         for number in range(job.num_ranks):
             views.append(self.rank(number).view(job.num_kept, may_still_come=self.is_served))
@@ -223,7 +223,7 @@ class Ranks:
     # Transitions
 
     def refusal(self, event: TrainerReported, now: float) -> str:
-        """Return why a trainer is not served; empty if it is."""
+        """Return the reason not to serve a trainer; empty if it is served."""
         rank = self.rank(event.state.local_rank)
         if not rank.is_served or rank.pid == event.pid:
             return ""
@@ -234,14 +234,14 @@ class Ranks:
         return self._text_of_trainers()
 
     def _text_of_trainers(self) -> str:
-        """Return the processes that train, and how to end them."""
+        """Return a text with the training processes, and the command that ends them."""
         pids = [str(rank.pid) for rank in self.all if rank.is_served]
         if len(pids) == 1:
             return f"process {pids[0]}; `kill {pids[0]}` ends it"
         return f"processes {', '.join(pids)}; `kill {' '.join(pids)}` ends them"
 
     def accept(self, event: TrainerReported) -> list[Action]:
-        """Take the state of a trainer that is not refused."""
+        """Update the state of an accepted trainer."""
         actions: list[Action] = []
         rank = self.rank(event.state.local_rank)
         is_new_connection = rank.connection != event.connection
@@ -258,7 +258,7 @@ class Ranks:
         if rank.state is None or rank.state.memory != event.state.memory:
             rank.memory_retry_at = None
         rank.state = event.state
-        if is_new_connection and event.state.slots:  # their descriptors come with the first state
+        if is_new_connection and event.state.slots:  # their descriptors arrive with the first state
             rank.is_adopting = True
             actions.append(AdoptSlots(rank.number))
         if event.state.farewell is not Farewell.NONE:
@@ -267,7 +267,9 @@ class Ranks:
         return actions
 
     def _trainer_leaves(self, rank: Rank) -> list[Action]:
-        """A trainer leaves. To the last one of a training that is over, the end of the keeper is the answer."""
+        """Handle a trainer that leaves. The last one of a finished training sees the end of the keeper as the
+        answer.
+        """
         is_over = rank.state is not None and rank.state.farewell is Farewell.OVER
         if is_over:
             rank.presence = Presence.ENDED
@@ -280,7 +282,7 @@ class Ranks:
         return [CloseConnection(connection)]
 
     def lose_connection(self, connection: int, now: float) -> list[Action]:
-        """A connection ended. Its process may live on and connect again."""
+        """Handle a lost connection. Its process may still be alive and reconnect."""
         actions: list[Action] = []
         for rank in self.all:
             if rank.connection != connection:
@@ -294,7 +296,7 @@ class Ranks:
         return actions
 
     def lose_process(self, pid: int) -> list[Action]:
-        """A process died: it writes nothing any more."""
+        """Handle the death of a process: it writes nothing more."""
         actions: list[Action] = []
         for rank in self.all:
             if not rank.is_served or rank.pid != pid:
@@ -307,7 +309,7 @@ class Ranks:
         return actions
 
     def _gather(self) -> None:
-        """Bring together what follows from the states of the trainers."""
+        """Update the fields that depend on the states of all trainers."""
         required: set[StepKey] = set()
         protect: set[StepKey] = set()
         names: set[NamedStep] = set()
@@ -339,7 +341,7 @@ class Ranks:
         )
 
     def former_slots(self, num_ranks: int) -> list[Action]:
-        """Return what frees all slots of ranks that the present start does not have."""
+        """Return the actions that free all slots of ranks that the current start does not have."""
         actions: list[Action] = []
         for rank in self.all[num_ranks:]:
             if not rank.is_served:
@@ -349,5 +351,5 @@ class Ranks:
 
 
 def num_spare_slots(ranks: Sequence[RankView]) -> int:
-    """Return the slots beyond the K + 1 that captures need, of the rank that has the fewest."""
+    """Return the number of slots beyond K + 1 of the rank with the fewest."""
     return min(len(rank.slots) - rank.num_kept - 1 for rank in ranks)

@@ -7,12 +7,12 @@ A level does one task at a time::
     list ──> write, delete, write, ... ──a task fails──> pause, probe ──fails: pause twice as long──> probe
                                         or hangs
 
-A task that moves no byte for ``timeout_s`` hangs: it is abandoned, and counts as failed. It costs the thread that it
-runs on and nothing else. At most ``MAX_HANGING`` tasks of a level are abandoned at a time.
+A task that moves no byte for ``timeout_s`` hangs: it is abandoned with its thread, and counts as failed. At most
+``MAX_HANGING`` tasks of a level are abandoned at a time.
 
 Invariant: no two threads work on the same step of a level, also if a restart changes settings between them. An
-abandoned task may wake up in the middle of a rename or an unlink. Until it has returned, its step is not deleted, and
-a grant of it ends as MISSED.
+abandoned task may wake up in the middle of a rename or an unlink. Until it has returned, its step is not deleted, and a
+grant of it ends as MISSED.
 """
 
 from collections.abc import Iterator, Sequence, Set
@@ -49,23 +49,23 @@ class LevelTasks:
     index: int
     node: Node
     numbers: Iterator[int]
-    """Numbers of tasks. The keeper uses none twice."""
+    """Unique numbers of tasks."""
     abandoned: dict[int, Task]
-    """Tasks of this level whose threads have not returned, by number; also those of settings before these."""
+    """Tasks of this level whose threads have not returned, by number; also those of earlier settings."""
     level: NodeLevel = field(init=False)
     """The node's state of the level."""
     task: Task | None = None
-    """The task that runs now."""
+    """The running task."""
     failed_step: int | None = None
-    """The step that the last task that failed did not store; None: it was another task."""
+    """The step that the last failed task did not store; None: another task."""
     num_failures: int = 0
     """Steps that were not stored because the level failed."""
     written_bytes: int = 0
-    """Bytes that were written for the step that was stored last, as ``StepStored`` has them."""
+    """Bytes that were written for the last stored step, as in ``StepStored``."""
     written_s: float = 0.0
-    """Seconds that this took."""
+    """Seconds that the write took."""
     name_refusals: tuple[NameRefusal, ...] = ()
-    """Names that the level does not take. They are not tried again."""
+    """Names that the level refuses. They are not retried."""
     _moved_at: float = 0.0
     _is_cancelled: bool = False
     _retry_at: float = 0.0
@@ -77,7 +77,7 @@ class LevelTasks:
             self.level.become_failed(_hang_text(self.level))
 
     def deadlines(self) -> list[float]:
-        """Return the times at which ``decide`` may say something new."""
+        """Return the times at which ``decide`` may have a new result."""
         if self.task is not None:
             return [self._moved_at + self.level.settings.timeout_s]
         if not self.level.is_ready and len(self.abandoned) < MAX_HANGING:
@@ -85,9 +85,9 @@ class LevelTasks:
         return []
 
     def is_idle(self, names: Set[NamedStep], released: Set[str]) -> bool:
-        """Return True if nothing is left to do, or the level does not work and so nothing can be done.
+        """Return True if nothing remains to be done, or the level fails.
 
-        What a thread that hangs works on is left alone: waiting for it could keep the process for ever.
+        Steps of hanging threads do not count: waiting for them could keep the process forever.
 
         Args:
             names: see ``decide``.
@@ -99,13 +99,13 @@ class LevelTasks:
 
     @property
     def writing(self) -> StepKey | None:
-        """The step that is being stored."""
+        """Return the step that is being stored."""
         if isinstance(self.task, WriteLevel):
             return self.task.key
         return None
 
     def abandon(self) -> list[Action]:
-        """Give up the task that runs: the keeper begins a training with other settings, and this is of no use."""
+        """Abandon the running task: the keeper begins a training with other settings."""
         if self.task is None:
             return []
         return [self._abandon(self.task)]
@@ -116,14 +116,14 @@ class LevelTasks:
         return CancelTask(self.index, task.number)
 
     def moved(self, number: int, now: float) -> None:
-        """The task moved some bytes."""
+        """Handle the progress of a task."""
         if self.task is not None and self.task.number == number:
             self._moved_at = now
 
     def ended(self, event: TaskEnded, now: float) -> None:
-        """A task of any level ended. The number tells whether it is one of this level.
+        """Handle the end of a task of any level. The number tells the level.
 
-        One that was abandoned counted as failed then. A file that it stored all the same counts now.
+        An abandoned task has already counted as failed. A file that it stored after all counts now.
         """
         abandoned = self.abandoned.pop(event.number, None)
         if isinstance(abandoned, WriteLevel) and isinstance(event, StepStored):
@@ -135,7 +135,7 @@ class LevelTasks:
         if isinstance(event, Failed):
             self._fail(task, event.text, now)
         elif isinstance(event, Missed) and isinstance(task, WriteLevel):
-            # Of a cancelled write the step may be granted anew already: that grant waits for its own write.
+            # The step of a cancelled write may have been granted again: that grant waits for its own write.
             if self.level.progress is GrantProgress.WRITING:
                 self.level.become_missed(task.key)
             self._leave_behind(task)
@@ -145,7 +145,7 @@ class LevelTasks:
     def _succeed(self, task: Task, event: TaskEnded) -> None:
         if isinstance(task, ProbeLevel):
             self.level.become_ready()
-            return  # a small write that works does not show that a real task does
+            return  # a successful small write does not prove that a real task succeeds
         self.level.failure = ""
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
@@ -166,7 +166,7 @@ class LevelTasks:
         self.level.names.difference_update(task.released)
 
     def _fail(self, task: Task, text: str, now: float) -> None:
-        """A task failed. What it may have left half done is deleted once the level works again."""
+        """Handle a failed task. Its partial files are deleted once the level works again."""
         self._leave_behind(task)
         self.failed_step = None
         if isinstance(task, WriteLevel):
@@ -177,17 +177,17 @@ class LevelTasks:
         self.level.become_failed(text)
 
     def _leave_behind(self, task: Task) -> None:
-        """Files of what the task worked on may be there, and do not count."""
+        """Treat the steps of the task as leftovers: their files may exist, and do not count."""
         self.level.leftovers.update(_keys_of(task))
         self.level.leftovers -= self.level.stored
 
     def decide(self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float) -> list[Action]:
-        """Return what to do about the task that runs, or the next task.
+        """Return the actions for the running task, or the next task.
 
         Args:
-            ranks: those of the node.
-            names: names that the level is to have, of snapshots that it has or gets.
-            released: names that are to be taken away.
+            ranks: the ranks of the node.
+            names: names for snapshots that the level has or gets.
+            released: names to remove.
             now: seconds of a monotonic clock.
         """
         if self.task is not None:
@@ -225,7 +225,7 @@ class LevelTasks:
         return None
 
     def _write(self, ranks: Sequence[RankView]) -> WriteLevel | None:
-        """Return the task that stores the granted step, once its source is there."""
+        """Return the task that stores the granted step, if its source is available."""
         level = self.level
         key = level.wanted_key
         if key is None:
@@ -244,7 +244,7 @@ class LevelTasks:
     def _names_to_set(
         self, names: Set[NamedStep], released: Set[str]
     ) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
-        """Return the names to give and to take away; None if all is as it should be."""
+        """Return the names to give and to remove; None if there are none."""
         level = self.level
         added = []
         for named in sorted(names - level.names):
@@ -274,7 +274,7 @@ class LevelTasks:
         return keys
 
     def _watch(self, task: Task, ranks: Sequence[RankView], now: float) -> list[Action]:
-        """Cancel a write that is wanted no more, and abandon a task that hangs."""
+        """Cancel a write that is no longer needed, and abandon a task that hangs."""
         if now >= self._moved_at + self.level.settings.timeout_s:
             self._fail(task, _hang_text(self.level), now)
             return [self._abandon(task)]
@@ -300,7 +300,7 @@ def _hang_text(level: NodeLevel) -> str:
 
 
 def _held_slots(key: StepKey, ranks: Sequence[RankView]) -> tuple[tuple[int, int], ...]:
-    """Return rank and slot of all captures of a step that are held."""
+    """Return rank and slot of all held captures of a step."""
     slots = []
     for rank in ranks:
         slot = rank.capture_of(key)

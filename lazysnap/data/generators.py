@@ -2,7 +2,7 @@
 
 Attributes, lists, tuples, dicts, closures, arguments of ``functools.partial``, class attributes and module globals
 that a dataset's functions name are searched. What lies outside is not found: a generator inside a C extension, or one
-that a function makes anew at each call.
+that a function makes again at each call.
 """
 
 import functools

@@ -69,7 +69,7 @@ class Iteration:
         # In Accelerate's dispatching loader one rank reads for all.
         self._can_follow = type(position.loader).__name__ != "DataLoaderDispatcher"
         self._can_pass = self._can_follow and isinstance(self._base, DataLoader) and not is_iterable(self._base)
-        """True if indices of a map-style dataset can be passed over in the sampler."""
+        """True if indices of a map-style dataset can be skipped in the sampler."""
         self._inner: Any = iter(())
         self._follows = False
         """True if the iterator of torch follows the plan; else this one notes what it can."""
@@ -149,7 +149,7 @@ class Iteration:
     # ---------------------------------------------------------------- its beginning
 
     def begin(self, batches: int = 0) -> None:
-        """Begin a new iteration behind ``batches``. May draw random numbers."""
+        """Begin a new iteration after ``batches``. May draw random numbers."""
         plan = self._plan
         if self._can_pass:
             plan.passes = self._without_last(batches)
@@ -160,7 +160,7 @@ class Iteration:
         self.given = batches
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue behind ``state["given"]`` batches, with the random generators as they were there."""
+        """Continue after ``state["given"]`` batches, with the random generators as they were there."""
         if "at_iter" not in state:  # nothing was read
             self.begin()
             return
@@ -176,7 +176,7 @@ class Iteration:
         plan.rereads = at < num_given
         passes = plan.passes
         self._start()
-        if passes and not self._follows:  # only the iterator of torch passes over indices
+        if passes and not self._follows:  # only the iterator of torch skips indices
             at = 0
             plan.read = 0
             plan.rereads = True
@@ -194,7 +194,7 @@ class Iteration:
         position.streams.restore(state["now"])
 
     def _choose_start(self, num_given: int) -> int:
-        """Choose where the loader begins; return behind how many batches."""
+        """Choose where the loader begins; return after how many batches."""
         plan = self._plan
         at = int(plan.start.get("at", 0))
         if "loader" in plan.start or not self._can_pass:

@@ -1,6 +1,6 @@
 """Iterators of torch's ``DataLoader`` that follow an ``IterationPlan``.
 
-They pass over indices in the sampler before the first batch, and note what each batch changes. Worker processes send
+They skip indices in the sampler before the first batch, and note what each batch changes. Worker processes send
 the state of their random generators (and of a dataset that saves its own) with each batch after which it has changed.
 Whenever each worker gave the same number of batches, these states are a checkpoint: new workers begin there, and fewer
 batches than there are workers are read again.
@@ -108,7 +108,7 @@ class _WorkersIterator(_FollowsPlan, _MultiProcessingDataLoaderIter):
         self._arrived = list(self._states)
         """The last state that each worker sent, also with a batch that waits."""
         self._can_continue = [False] * workers
-        """True for each worker of which another process can continue behind its last batch."""
+        """True for each worker of which another process can continue after its last batch."""
         collate = loader.collate_fn
         init_worker = loader.worker_init_fn
         send_states = SendStates(loader, self._states)
@@ -137,7 +137,7 @@ class _WorkersIterator(_FollowsPlan, _MultiProcessingDataLoaderIter):
         super()._reset(loader, first_iter)
         self._began_at = plan.read
         self._has_ended = False
-        if not first_iter:  # a dataset begins anew, which its last state does not say
+        if not first_iter:  # a dataset begins again, which its last state does not say
             for worker, state in enumerate(self._arrived):
                 if state is not None:
                     self._arrived[worker] = {"streams": state["streams"]}

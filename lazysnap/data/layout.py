@@ -1,11 +1,11 @@
 """Layout of an epoch: ranks, batch size, length, workers. A restart compares it with the layout before.
 
 Positions count samples, so that another batch size or another number of ranks skips no sample and does not begin the
-epoch anew. A sampler that divides one order among the ranks (torch's ``DistributedSampler``, Accelerate's shards) says
-among how many: ``n`` batches of every rank are the beginning of that order, and the new ranks begin behind it. Else the
+epoch again. A sampler that divides one order among the ranks (torch's ``DistributedSampler``, Accelerate's shards) says
+among how many: ``n`` batches of every rank are the beginning of that order, and the new ranks begin after it. Else the
 length of the epoch shows it. Without a length, all ranks are taken to divide the data.
 
-Whole batches are passed over: less than one batch of every rank is trained twice, and nothing is skipped.
+Whole batches are skipped: less than one batch of every rank is trained twice, and nothing is skipped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -79,7 +79,7 @@ def _samples_of_a_step(parts: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def trained_batches(state: Mapping[str, Any]) -> int:
-    """Return the batches of its epoch behind which the position ``state`` is."""
+    """Return the batches of its epoch after which the position ``state`` is."""
     if state["given"] is None:
         return int(state["skip"])
     return int(state["given"])

@@ -1,7 +1,7 @@
 """Data loaders and datasets that save their own position, as torchdata's ``StatefulDataLoader``.
 
 Added to the state of such a loader (torchdata 0.11) are the random generators that loader, sampler or dataset keep: it
-draws a seed from its ``generator`` at each epoch and does not save it. Counters of batches are put back: of an iterable
+draws a seed from its ``generator`` at each epoch and does not save it. Counters of batches are restored: of an iterable
 dataset that saves no position it counts batches twice when it reads them again.
 """
 
@@ -50,7 +50,7 @@ def is_torchdata_in_process(base: Any) -> bool:
 
 
 def is_asked(base: Any) -> bool:
-    """True if the loader is asked for its own state; else its indices are passed over, or its dataset is asked."""
+    """True if the loader is asked for its own state; else its indices are skipped, or its dataset is asked."""
     return saves_position(base) and not is_torchdata_in_process(base)
 
 

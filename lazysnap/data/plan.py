@@ -2,11 +2,11 @@
 
 Three ways lead to a position in the data:
 
-* *Indices.* Indices of a map-style dataset are passed over in the sampler; no sample is fetched.
+* *Indices.* Indices of a map-style dataset are skipped in the sampler; no sample is fetched.
 * *Own state.* A loader or an iterable dataset that saves its own state is asked for it.
 * *Reading again.* Anything else is read from the start, and the batches that were trained are dropped.
 
-A *checkpoint* is a place behind ``at`` batches where an iteration can begin: the state of the loader, of the dataset,
+A *checkpoint* is a place after ``at`` batches where an iteration can begin: the state of the loader, of the dataset,
 or of the worker processes. From there, batches are read again as far as the position. All of it happens with the
 random generators as they were then.
 """
@@ -65,17 +65,17 @@ class IterationPlan:
         """Random generators as they were when the iteration began, before its first batch and before the last one."""
         self.checkpoints: deque[Checkpoint] = deque(maxlen=2)
         self.read = 0
-        """Batches that the iterator of torch has read or passed over."""
+        """Batches that the iterator of torch has read or skipped."""
         self.passes = 0
-        """Batches to pass over by their indices."""
+        """Batches to skip by their indices."""
         self.start: Checkpoint = {}
         """The checkpoint at which the iteration begins."""
         self.origin: dict[str, Any] | None = None
         """The position with whose generators it begins; ``None``: with those of the program."""
         self.rereads = False
-        """True if batches are read again: the generators of the program are put back behind them."""
+        """True if batches are read again: the generators of the program are restored after them."""
         self.streams_before: dict[int, dict[str, Any] | None] = {}
-        """Generators to put back before a batch is read, by its number; ``None``: those of the program."""
+        """Generators to restored before a batch is read, by its number; ``None``: those of the program."""
         self.has_ended = False
         """True if the iterable dataset gave its last sample: its own state is that of the next epoch."""
         self._streams_at_first: dict[str, Any] | None = None
@@ -110,7 +110,7 @@ class IterationPlan:
         load_loader(self.base, self.start["loader"])
 
     def pass_over(self, iterator: Any) -> None:
-        """Before the first index is taken from the sampler: pass over ``passes`` batches."""
+        """Before the first index is taken from the sampler: skip ``passes`` batches."""
         self._watch()
         streams_here = self.streams.collect()
         self._streams_at_first = streams_here
@@ -212,7 +212,7 @@ class IterationPlan:
             self.checkpoints.append(checkpoint)
 
     def _checkpoint_here(self, at: int) -> Checkpoint | None:
-        """Return the state that the loader, or the dataset in this process, saves behind ``at`` batches."""
+        """Return the state that the loader, or the dataset in this process, saves after ``at`` batches."""
         if self.is_asked:
             return {"at": at, "loader": state_of_loader(self.base)}
         if not self.workers and is_iterable(self.base) and saves_position(self.base.dataset):

@@ -1,10 +1,10 @@
 """The position of a data loader in its epoch, as a value that a snapshot holds.
 
 ``ResumableLoader`` and the integrations iterate a loader by its position (``Iteration``). ``lazysnap.data.plan`` says
-how a restart gets there again. Then all random generators are put back as they were when the snapshot was taken: order,
+how a restart gets there again. Then all random generators are restored as they were when the snapshot was taken: order,
 augmentation and everything that training draws continue exactly.
 
-With another number of ranks the loader continues in the same epoch behind the samples that were trained, with other
+With another number of ranks the loader continues in the same epoch after the samples that were trained, with other
 random numbers: see ``lazysnap.data.layout``. ``docs/data.md`` says what is exact, and what is not.
 """
 
@@ -52,7 +52,7 @@ class Position:
         self._pending: dict[str, Any] | None = None
         """The position that was loaded, until the loader is iterated."""
         self.skipped = 0
-        """Batches that the next iteration begins behind, where it does not continue a recorded one."""
+        """Batches that the next iteration begins after, where it does not continue a recorded one."""
         self._warned: set[str] = set()
         """Texts that were logged: once is enough."""
         self.is_recounted = False
@@ -86,7 +86,7 @@ class Position:
 
     @property
     def given(self) -> int | None:
-        """Batches that the running iteration has given, or is about to continue behind; ``None`` between two."""
+        """Batches that the running iteration has given, or is about to continue after; ``None`` between two."""
         if self._pending is not None:
             return int(self._pending["given"])
         running = self._iteration()
@@ -226,14 +226,14 @@ class Position:
         return position
 
     def given_in(self, state: dict[str, Any]) -> int | None:
-        """Return the batches of this loader behind which ``state`` is; ``None``, if it is between two epochs."""
+        """Return the batches of this loader after which ``state`` is; ``None``, if it is between two epochs."""
         if state["given"] is None:
             return None
         passed = passed_in(state, self.layout())
         return state["given"] if passed is None else passed
 
     def skip(self, batches: int) -> None:
-        """Let the next iteration begin behind ``batches``, unless it continues elsewhere after ``load_state_dict``.
+        """Let the next iteration begin after ``batches``, unless it continues elsewhere after ``load_state_dict``.
 
         With none to skip, and the restored epoch at its end or its loop left, the next epoch begins, as the caller
         counts.
@@ -261,7 +261,7 @@ class Position:
             self._stepped = running.place(is_at_end=self._is_at_end(running.given))
 
     def note_boundary(self) -> None:
-        """A boundary captured nothing. A boundary behind ``end`` is the last one again."""
+        """A boundary captured nothing. A boundary after ``end`` is the last one again."""
         if self._has_ended:
             return
         self._at_boundary = None

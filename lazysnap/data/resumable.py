@@ -43,7 +43,7 @@ class ResumableLoader(Recorded):
         loader = ResumableLoader(DataLoader(dataset, shuffle=True))
         engine = SnapshotEngine("runs/a", {"model": model, "optimizer": optimizer, "loader": loader})
 
-    After a restore its next iteration continues behind the last batch that was trained, in the same order and with the
+    After a restore its next iteration continues after the last batch that was trained, in the same order and with the
     same random numbers. If the epoch was at its end, that iteration is empty. Everything else is the loader's own.
     Limits: see ``lazysnap.data.position``.
     Raises: ConfigError, for what cannot be iterated again and again.
@@ -71,7 +71,7 @@ class ResumableLoader(Recorded):
 def with_position(loader: Any) -> tuple[Any, Position]:
     """Return what to iterate instead of ``loader``, and its position: ``loader`` itself, if it is a ``DataLoader``.
 
-    Anything else is iterated anew after a restart, with the random generators as they were then, and the batches that
+    Anything else is iterated again after a restart, with the random generators as they were then, and the batches that
     were trained are read and dropped. A warning says what a restart cannot restore.
     """
     if isinstance(loader, DataLoader):

@@ -1,7 +1,7 @@
 """Code that runs in the worker processes of data loaders: it sends and restores their random generators.
 
 Workers of torch's ``DataLoader`` send their state with each batch (``SendStates``). torchdata's ``StatefulDataLoader``
-starts its workers anew in mid-epoch, from their seed, and gives them the state of the dataset; ``KeepStreams`` adds
+starts its workers again in mid-epoch, from their seed, and gives them the state of the dataset; ``KeepStreams`` adds
 the workers' random generators to that state.
 
 A seed for each batch, from its number, would need no states. But then augmentation would differ from that of a training
@@ -36,7 +36,7 @@ class WorkerBatch:
     state: dict[str, Any] | None
     """``None``, if nothing has changed since the last batch."""
     can_continue: bool
-    """True if another process can continue behind this batch."""
+    """True if another process can continue after this batch."""
     has_ended: bool
     """True if it holds the last sample of the worker's dataset, whose state is then that of the next epoch."""
 

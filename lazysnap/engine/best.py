@@ -1,11 +1,11 @@
 """The snapshots that are kept as the best by a metric: names and retention only.
 
-The names of a run at its first level are the whole record (``shard.best``). A restart reads them there, so nothing is
-captured for them. A name counts whichever start gave it: its snapshot is stored.
+The names of a run at its first level are the only record (``shard.best``). A restart reads them there, so captures
+contain nothing about them.
 
-A better value gets its name at once. A name that is worse than ``count`` others is released at the next call, and only
-once those others are stored at every level. So the best that ever had names are always there. There are at most
-``count + 1`` names, if each snapshot has its name before the next call.
+A better value gets its name at once. A name that is worse than ``count`` others is released at the next call, but only
+after these others are stored at every level. So the best snapshots always exist, and there are at most ``count + 1``
+names.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger("lazysnap.engine")
 
 @dataclass(frozen=True)
 class _NameChange:
-    """Changes of names that all ranks make alike."""
+    """Changes of names that all ranks make."""
 
     new_name: str
     """The name that the snapshot gets; empty if it is not among the best."""
@@ -43,7 +43,7 @@ class BestSnapshots:
         self._wishes: dict[str, KeepBest] = {}
         """Arguments of the calls, by metric. The same on all ranks."""
         self._warned = False
-        """True if a value that is no number was reported."""
+        """True after a warning about a value that is no number."""
 
     def keep(self, wish: KeepBest, value: float) -> int | None:
         """See ``SnapshotEngine.keep_best``. Collective. Blocks."""
@@ -57,7 +57,7 @@ class BestSnapshots:
             return self._recorder.keep(change.new_name, is_over=not self._boundaries.has_stepped)
 
     def release_surplus(self) -> bool:
-        """Release the names that are not among the best any more. Collective. Returns: True if there were any."""
+        """Release names that are no longer among the best. Collective. Returns: True if there were any."""
         has_released = False
         for wish in self._wishes.values():
             change = self._agreed(_NameChange("", self._surplus(wish)))
@@ -79,7 +79,7 @@ class BestSnapshots:
             self._recorder.release(name)
 
     def _change(self, wish: KeepBest, value: float) -> _NameChange:
-        """Return what this rank would change, now that the state of the running step has this value."""
+        """Return the changes that this rank proposes for the value of the current step."""
         if self._world.rank != 0:
             return _NameChange("", ())  # the value of rank 0 counts
         self._await_listing()
@@ -104,18 +104,18 @@ class BestSnapshots:
             logger.warning("keep_best: %s is %s, which is never among the best; said once", wish.monitor, value)
 
     def _await_listing(self) -> None:
-        """Block until names that earlier starts gave are known, at most ``io_timeout_s``, once for each keeper."""
+        """Block until the names of earlier starts are known, at most ``io_timeout_s``, once for each keeper."""
         if self._run.is_begun:
             self._client.wait(_is_listed, self._run.restart.config.io_timeout_s)
 
     def _present(self, like: BestName) -> list[BestName]:
-        """Return the names of the same metric that snapshots of this run have, or are to get, the best first."""
+        """Return the names of the same metric that snapshots of this run have or will get, the best first."""
         stored_names = {named.name for named in self._named_steps()}
         names = best_names(self._recorder.names(stored_names))
         return [name for name in names if name.ranking == like.ranking]
 
     def _surplus(self, wish: KeepBest) -> tuple[str, ...]:
-        """Return the names that are worse than as many as are wanted, which are stored at every level."""
+        """Return the names to release: worse than ``count`` others, which are stored at every level."""
         like = BestName.of(wish.monitor, wish.mode, 0.0, 0)
         stored = self._stored_names()
         surplus = []
@@ -133,7 +133,7 @@ class BestSnapshots:
         return [named for named in self._client.state.names if named.key.start >= first_start]
 
     def _stored_names(self) -> set[str]:
-        """Return the names whose snapshot is at every level that will ever have it."""
+        """Return the names whose snapshot is at every level that can still store it."""
         levels = self._client.state.levels
         stored = set()
         for named in self._named_steps():

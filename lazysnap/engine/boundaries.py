@@ -1,4 +1,4 @@
-"""The calls round every optimizer step, ``boundary`` and ``gate``, and what makes memory ready for the first."""
+"""The calls at every optimizer step, ``boundary`` and ``gate``, and the preparation of memory."""
 
 import logging
 import threading
@@ -24,7 +24,7 @@ from lazysnap.warm.steps import Steps
 logger = logging.getLogger(__name__)
 
 _SEAL_S = 1.0
-"""Seconds that preemption waits for a boundary that is under way."""
+"""Seconds that preemption waits for a boundary in progress."""
 
 
 class Boundaries:
@@ -45,23 +45,24 @@ class Boundaries:
         self._messages = run.recorder.messages
         self._statistics = run.recorder.messages.statistics
         self._supervisor = Steps()
-        """Counter that ``lazysnap run`` reads: the step that was reached."""
+        """Reports the newest step to ``lazysnap run``."""
         self.lock = threading.RLock()
         self.gates = OptimizerGates(self.gate, self._captures.is_disturbed, self._stepped_beside)
         self._optimizer_steps = 0
-        """Steps of optimizers up to the last boundary."""
+        """Number of optimizer steps up to the last boundary."""
         self._first_boundary_done = False
         self._awaits_gradients = False
-        """True if a boundary that was due is not captured yet, since gradients waited there. Of the program's loop
-        alone, which accumulates gradients on all ranks alike."""
+        """True if a due boundary was skipped because of waiting gradients. All ranks agree, because all accumulate
+        alike.
+        """
         self._is_step_in_graph = False
-        """True once a step of an optimizer was captured into a graph: it may be replayed at any time, without hooks."""
+        """True once an optimizer step was captured into a graph. Its replays run no hooks."""
         self._weights: list[torch.Tensor] = []
-        """The optimizers' weights at the last capture, if not every boundary is due, or at the last one that failed."""
+        """The optimizers' weights at the last capture, or at the last failed one. Empty if every boundary is due."""
         self._pointers: list[int] = []
-        """Their addresses then."""
+        """The addresses of ``_weights`` at that time."""
         self._versions: list[int] | None = None
-        """See ``_versions_now``, at the last boundary, if that captured nothing."""
+        """The result of ``_versions_now`` at the last boundary, if that captured nothing."""
 
     # ---------------------------------------------------------------- memory
 
@@ -75,10 +76,10 @@ class Boundaries:
         self._preemption.listen()
 
     def check_memory(self) -> None:
-        """Make sure of memory, where ``SnapshotConfig.require_memory`` is set. Collective then.
+        """Check that memory is available, if ``SnapshotConfig.require_memory`` is set. Then collective.
 
-        Blocks: until it is there. Raises: KeeperError, JobBusy or MemoryBoundExceeded, if there is none; with
-        several ranks an error on one of them is raised on all.
+        Blocks: until all slots exist. Raises: KeeperError, JobBusy or MemoryBoundExceeded, if there is no memory. An
+        error on one rank is raised on all.
         """
         if self._config.require_memory:
             together(self._world, "making sure of memory", self._await_memory)
@@ -91,7 +92,7 @@ class Boundaries:
         raise type(error)(f"SnapshotConfig(require_memory=True): {error}")
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """See ``SnapshotEngine._wait_ready``. Blocks; ``prepare`` was called."""
+        """See ``SnapshotEngine._wait_ready``. Blocks. Call ``prepare`` first."""
         is_ready = self._memory.await_all(timeout_s)
         if is_ready:
             self._memory.is_awaited = True
@@ -112,7 +113,7 @@ class Boundaries:
         return began
 
     def _pass(self, step: int, *, is_forced: bool) -> bool:
-        """Pass the boundary behind ``step``. Returns: True if a capture of it began. Under ``lock``."""
+        """Handle the boundary after ``step``, under ``lock``. Returns: True if a capture of it began."""
         is_last = self._preemption.ends_training
         self._check_boundary_in_graph()
         self.gate()
@@ -138,7 +139,7 @@ class Boundaries:
         if is_capturing_graph():
             raise ConfigError(
                 "engine.boundary() is being captured into a graph, where it would run once and never again: call "
-                "it behind replay(), and engine.gate() before it"
+                "it after replay(), and engine.gate() before it"
             )
 
     def _check_job(self) -> None:
@@ -147,17 +148,17 @@ class Boundaries:
             raise refusal
 
     def _has_waiting_gradients(self, step: int, *, is_forced: bool) -> bool:
-        """True if gradients wait for the next step of their optimizer, so that ``step`` is not captured. Hot.
+        """True if gradients wait for the next step of their optimizer, so that ``step`` must be skipped. Hot.
 
-        ``is_forced``: it is captured all the same.
+        ``is_forced``: capture the step anyway.
         """
         self._awaits_gradients = False
         if self._is_step_in_graph:
-            return False  # a graph that is replayed steps without a hook
+            return False  # replays of a graph run no hooks
         gradients = self.gates.gradients
         optimizers = self._source.optimizers()
         if not self._first_boundary_done:
-            self.gates.install(optimizers)  # without its hooks no step is seen, and all gradients seem to wait
+            self.gates.install(optimizers)  # without these hooks all gradients seem to wait
         awaited = gradients.awaited(optimizers)
         if not awaited:
             return False
@@ -185,7 +186,7 @@ class Boundaries:
                 began = self.capture(step, started)
         if not began:
             self._versions = None
-            if self._recorder.may_retry:  # else ``capture_last`` does not try again
+            if self._recorder.may_retry:  # otherwise ``capture_last`` does not retry
                 self._note_weights()
                 self._note_uncaptured()
         return began
@@ -193,13 +194,14 @@ class Boundaries:
     def _report_sizes(self) -> None:
         try:
             self._recorder.report_sizes()
-        except (OSError, ValueError) as error:  # the machine does not say, and training needs no answer
+        except (OSError, ValueError) as error:  # only the report needs it
             logger.info("what the training takes is not known: %s", error)
 
     def capture(self, step: int, started: float) -> bool:
-        """Capture ``step``; ``True`` if that began. ``started``: when this boundary began. Under ``lock``.
+        """Capture ``step``, under ``lock``. ``started``: the start time of this boundary. Returns: True if a capture
+        began.
 
-        Raises: StateError, at the first capture; JobBusy; what code of the program raises.
+        Raises: StateError, at the first capture; JobBusy; errors of the program's own code.
         """
         waited_before_s = self._statistics.memory_wait_s
         began = False
@@ -238,11 +240,11 @@ class Boundaries:
     def last_boundary(self, step: int) -> bool:
         """See ``SnapshotEngine._last_boundary``. Blocks."""
         deadline_s = time.monotonic() + self._config.io_timeout_s
-        # A short training may end before all memory is there.
+        # A short training may end before all slots exist.
         while self._recorder.last_step != step and not self.boundary(step, force=True):
             left_s = deadline_s - time.monotonic()
             if left_s < 0 or not self._recorder.may_retry:
-                break  # ``close`` says so
+                break  # ``close`` reports it
             self.prepare()
             if not self.wait_ready(left_s):
                 break
@@ -252,8 +254,9 @@ class Boundaries:
         return self._recorder.last_step == step and not self._captures.has_lost_newest
 
     def capture_last(self) -> None:
-        """Capture the state of the last boundary, if that was not due, or found no slot. Not where weights changed
-        since. Collective. Blocks: as ``last_boundary``.
+        """Capture the state of the last boundary, if it was not due or found no slot, unless weights changed since.
+
+        Collective. Blocks: as ``last_boundary``.
         """
         recorder = self._recorder
         step = recorder.seen_step
@@ -268,7 +271,7 @@ class Boundaries:
             logger.info("step %d, which was not captured, is not captured at the end: weights changed since", step)
 
     def _note_uncaptured(self) -> None:
-        """Note what ``capture_last`` needs of a boundary that captured nothing. Hot."""
+        """Save what ``capture_last`` needs of a boundary that captured nothing. Hot."""
         self._versions = self._versions_now()
         self._source.note_boundary()
 
@@ -282,13 +285,13 @@ class Boundaries:
         self._pointers = [weight.data_ptr() for weight in self._weights]
 
     def _versions_now(self) -> list[int] | None:
-        """Steps of optimizers and versions of weights; ``None`` if these may change unseen. Hot."""
+        """Return optimizer steps and versions of weights; ``None`` if they may change undetected. Hot."""
         if self._is_step_in_graph:
-            return None  # a graph that is replayed changes them without any sign
+            return None  # replays change them without a trace
         return [self.gates.steps, *versions_of(self._weights)]
 
     def _is_unchanged(self) -> bool:
-        """True if weights are those of the last boundary, which captured nothing."""
+        """True if weights did not change since the last boundary, which captured nothing."""
         if self._versions is None or self._versions != self._versions_now():
             return False
         return self._pointers == [weight.data_ptr() for weight in self._weights]
@@ -327,18 +330,19 @@ class Boundaries:
             self.gate()
 
     def finish_copies(self) -> None:
-        """``gate``, then wait for what devices still copy. Blocks: at most twice ``io_timeout_s``."""
+        """Call ``gate``, then wait for the copies from devices. Blocks: at most twice ``io_timeout_s``."""
         self.gate()
-        self.gate()  # behind the gate only a device can still be copying
+        self.gate()  # after the first gate only a device may still be copying
 
     def wait_captured(self, step: int, timeout_s: float) -> bool:
-        """Block until the capture of ``step`` is whole in the memory of a live keeper; ``False`` after the deadline, or
-        if it was dropped.
+        """Block until the capture of ``step`` is whole in the memory of a live keeper.
+
+        Returns: False after the deadline, or if the capture was dropped.
         """
         self.finish_copies()
         deadline_s = time.monotonic() + timeout_s
         phase = self._memory.phase_of(step)
-        # A copy that hangs may still end. A keeper that was lost is being replaced.
+        # A copy that hangs may still end, and a lost keeper is being replaced.
         while phase is SlotPhase.CAPTURING or (phase is SlotPhase.WHOLE and not self._memory.client.is_connected):
             if time.monotonic() > deadline_s:
                 return False
@@ -347,22 +351,21 @@ class Boundaries:
         return phase is SlotPhase.WHOLE
 
     def seal(self, timeout_s: float) -> None:
-        """Capture nothing any more. Blocks: until the copies are done, at most ``timeout_s``.
+        """Stop capturing. Blocks: until the copies are done, at most ``timeout_s``. Thread-safe.
 
-        A boundary under way is waited for only ``_SEAL_S``. A copy that takes longer is dropped: the rest of the time
-        is for storing what memory has. Any thread may call this.
+        Waits at most ``_SEAL_S`` for a boundary in progress. Drops a copy that takes longer, to leave time for storing.
         """
         self._recorder.is_sealed = True
         if self.lock.acquire(timeout=min(_SEAL_S, timeout_s)):
             try:
                 self._captures.finish(timeout_s / 2)
-                self._captures.finish(timeout_s / 4)  # behind the gate only a device can still be copying
+                self._captures.finish(timeout_s / 4)  # after the first call only a device may still be copying
                 self._recorder.count_ended()
             finally:
                 self.lock.release()
 
     def close(self) -> None:
-        """Take the hooks off, stop the copy thread, let go of state and slots. Blocks: at most some seconds."""
+        """Remove the hooks, stop the copy thread, and release state and slots. Blocks: at most some seconds."""
         self.gates.remove()
         self._recorder.check.cancel()
         self._captures.close(self._config.io_timeout_s)
@@ -372,13 +375,13 @@ class Boundaries:
 
 
 _LIBRARIES = ("lazysnap", "torch", "numpy", "msgspec")
-"""Packages whose errors in a capture cost that capture, not the training."""
+"""Packages whose errors in a capture drop that capture, but do not end training."""
 
 
 def _is_of_capture(error: Exception) -> bool:
     """True if lazysnap, or a package that it captures with, raised an error.
 
-    Others are the program's: a signal handler runs in the middle of any call, and its exception is meant for the loop.
+    Other errors belong to the program: a signal handler may raise in any call, and means the training loop.
     """
     if isinstance(error, LazySnapError):
         return True

@@ -1,4 +1,4 @@
-"""The engine: one pair of calls round every optimizer step, ``boundary`` and ``gate``, and ``restore`` at the start."""
+"""The engine: ``restore`` at the start, then ``boundary`` and ``gate`` at every optimizer step."""
 
 import functools
 import os
@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 
 def _refused_shortly(method: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Make ``method`` raise JobBusy without the calls within: every rank prints it, and its text says all."""
+    """Make ``method`` raise JobBusy without a traceback: every rank prints it, and its message is complete."""
 
     @functools.wraps(method)
     def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -50,7 +50,7 @@ def _refused_shortly(method: Callable[_Arguments, _Result]) -> Callable[_Argumen
 
 
 class SnapshotEngine:
-    """Captures the training state lazily at optimizer-step boundaries, and restores it::
+    """Captures the training state at optimizer-step boundaries, and restores it::
 
         engine = SnapshotEngine("runs/a", {"model": model, "optimizer": optimizer})
         engine.restore("latest")
@@ -61,16 +61,17 @@ class SnapshotEngine:
                 engine.boundary()
 
     The end of the ``with`` block closes the engine (``close``). After an exception, ``KeyboardInterrupt`` or a
-    ``SystemExit`` with an exit status it is left as after a crash (``abandon``): the next start resumes from memory.
-    After its end it takes no calls but ``statistics``, ``gate``, ``close`` and ``abandon``: others raise ConfigError.
+    ``SystemExit`` with an exit status the engine is abandoned (``abandon``), as after a crash: the next start resumes
+    from memory. A closed engine only allows ``statistics``, ``gate``, ``close`` and ``abandon``; other calls raise
+    ConfigError.
 
-    One engine per process and job, on the training thread. A later one takes the place of the one before, which is
-    left as after a crash: a cell of a notebook may be run again.
+    Use one engine per process and job, on the training thread. A later engine replaces the earlier one, which is
+    abandoned. So a cell of a notebook may be run again.
 
     With ``torch.distributed`` every rank makes an engine at the same point. Making it, ``restore``, the first
-    ``boundary``, ``keep_best``, ``rollback`` and ``close`` are collective. ``keep``, ``release`` and ``wait`` wait for
-    no other rank, but all ranks call them. A failing keeper or level never raises into training: that is logged once,
-    counted in ``statistics()``, and tried again.
+    ``boundary``, ``keep_best``, ``rollback`` and ``close`` are collective. All ranks call ``keep``, ``release`` and
+    ``wait``, too, but these wait for no other rank. A failing keeper or level never raises into training: the failure
+    is logged once, counted in ``statistics()``, and retried.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class SnapshotEngine:
         """Collective. Blocks: for other ranks.
 
         Args:
-            config: a ``SnapshotConfig``, or a path or URL: the one place for snapshots, with default settings.
+            config: a ``SnapshotConfig``, or a path or URL of a single level, with default settings.
             state: a mapping of names to objects with ``state_dict`` and ``load_state_dict``.
 
         Raises: ConfigError; WaitTimeout, if another rank is missing.
@@ -95,9 +96,8 @@ class SnapshotEngine:
         Args:
             config: settings.
             state: the state of the training.
-            default_url: the place of snapshots where the config names none.
-            takes_over: an earlier engine of this process and job that was not ended is left as after a crash. Its
-                keeper would refuse this one.
+            default_url: the URL of the level if the config has none.
+            takes_over: abandon an open engine of the same job in this process. Otherwise its keeper refuses this one.
 
         Raises: as the constructor.
         """
@@ -137,11 +137,11 @@ class SnapshotEngine:
         self._is_training = False
         """True if the ``with`` block was entered."""
         self._pid = os.getpid()
-        """The process that made it: in a forked child it is of no use."""
+        """The process that made it. The engine does not work in a forked child."""
         _engines.add(self)
 
     def _new_run(self) -> Run:
-        """Agree with the other ranks on how they reach each other, and make the run. Collective. Blocks.
+        """Exchange the addresses of all keepers, and make the run. Collective. Blocks.
 
         Raises: ConfigError; WaitTimeout.
         """
@@ -164,7 +164,7 @@ class SnapshotEngine:
         self._boundaries.seal(timeout_s)
 
     def _check_open(self, call: str) -> None:
-        """Raises: ConfigError, after the end."""
+        """Raises: ConfigError, if the engine is closed."""
         if self._shutdown.is_replaced:
             raise ConfigError(
                 f"{call}: another SnapshotEngine of this process was made later for the same snapshots, and took the "
@@ -173,15 +173,15 @@ class SnapshotEngine:
         if self._shutdown.is_closed:
             raise ConfigError(
                 f"{call}: this engine was closed, by close(), abandon() or the end of its with block; make another "
-                "SnapshotEngine to go on"
+                "SnapshotEngine to continue"
             )
 
     @_refused_shortly
     def __enter__(self) -> "SnapshotEngine":
-        """Begin training. Memory is made ready in the background, after ``restore`` if that comes later.
+        """Begin training. Memory is prepared in the background, but not before ``restore``.
 
-        Raises: StateError, for a tensor of the model that no snapshot can hold; KeeperError, where memory is required
-        and cannot be had.
+        Raises: StateError, for a tensor of the model that no snapshot can hold; KeeperError, if memory is required and
+        not available.
         """
         self._check_open("with engine")
         self._is_training = True
@@ -192,7 +192,7 @@ class SnapshotEngine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Do ``close()``, or ``abandon()`` after an exception. Collective and blocks, as these."""
+        """Call ``close()``, or ``abandon()`` after an exception. Collective. Blocks."""
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
             self.close(drain=True)
         else:
@@ -212,8 +212,8 @@ class SnapshotEngine:
 
             wandb.init(id=engine.run_id, resume="allow")
 
-        ``None`` before ``restore`` or the first boundary decides which run it is. A rollback, and the choice of an
-        older snapshot, begin a new run with an id of its own.
+        ``None`` before ``restore`` or the first boundary. A rollback, and the restore of an older snapshot, begin a new
+        run with a new id.
         """
         return self._run.run_id
 
@@ -223,10 +223,10 @@ class SnapshotEngine:
 
             print(engine.all_steps())  # [800, 900, 960]
 
-        They are those of this run; before ``restore`` or the first boundary, of the newest run. A step counts if this
-        rank's memory has its capture, or a level all its files. Nothing is read or verified.
-        Blocks: starts or finds the keeper, and lists all levels at once, each at most ``timeout_s`` without progress.
-        A level that does not answer is left out. Not collective.
+        The steps are those of this run; before ``restore`` or the first boundary, of the newest run. A step counts if
+        this rank's memory has its capture, or a level has all its files. No shard is read or verified. Blocks: starts
+        or finds the keeper, and lists all levels at once, each at most ``timeout_s`` without progress. Skips a level
+        that does not answer. Not collective.
 
         Raises: JobBusy, if this job runs already.
         """
@@ -237,47 +237,47 @@ class SnapshotEngine:
 
     @_refused_shortly
     def _fetch(self, which: int | str = "latest") -> Snapshot | None:
-        """Read the freshest snapshot that verifies, or that of one step, name or run. The live state stays as it is.
+        """Read the newest valid snapshot, or that of a step, name or run, without loading it.
 
         ``which``: see ``restore``.
-        Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot. A level that does not
-        answer within its ``timeout_s`` is passed over. Where memory has the whole of ``"latest"``, a level has 3 s; if
-        it answers later and has a newer one, a warning says so. With several ranks collective: all get the same one,
-        or none.
-        Raises: JobBusy, if this job runs already; StateError, if the snapshot is of another model;
-        SnapshotNotFound, if a step, name or run was asked for that is not there; ConfigError, for a bad name;
-        WaitTimeout, if another rank is missing.
+        Blocks: starts or finds the keeper, lists every level, reads and verifies one snapshot. Skips a level that does
+        not answer within its ``timeout_s``, or within 3 s if memory has a whole snapshot. If such a level answers later
+        and has a newer snapshot, a warning says so. Collective: all ranks get the same snapshot, or none.
+        Raises: JobBusy, if this job runs already; StateError, if the snapshot is of another model; SnapshotNotFound, if
+        the given step, name or run does not exist; ConfigError, for a bad name; WaitTimeout, if another rank is
+        missing.
         """
         self._check_open("fetch")
         return self._run.fetch(which)
 
     @_refused_shortly
     def restore(self, which: int | str = "latest") -> Snapshot | None:
-        """Resume the freshest snapshot that survived, or the one that is asked for::
+        """Resume the newest snapshot that survived, or the given one::
 
             snapshot = engine.restore("latest")  # None in a first start
 
-        If another snapshot than the newest is chosen, a new run begins there, and what was captured after it stays.
-        ``"latest"`` means the new run as soon as that has a complete snapshot.
+        Restoring an older snapshot begins a new run. Newer snapshots of the old run stay, but ``"latest"`` means the
+        new run as soon as it has a complete snapshot.
 
         Collective: all ranks get the same snapshot, or none. Blocks: starts or finds the keeper, lists every level,
-        reads and verifies one snapshot, and loads it. A level that does not answer within its ``timeout_s`` is passed
-        over. Where memory has the whole of ``"latest"``, levels have 3 s; a warning names what a late one has.
+        reads and verifies one snapshot, and loads it. Skips a level that does not answer within its ``timeout_s``, or
+        within 3 s if memory has a whole snapshot. If such a level answers later and has a newer snapshot, a warning
+        says so.
 
         Args:
             which: ``"latest"``, a step, a name that ``keep`` gave, ``"best"`` (see ``keep_best``), ``"run:1f3a"`` (the
                 newest snapshot of the run whose id begins so) or ``"run:1f3a@200"`` (step 200 of it).
 
-        Returns: the snapshot, whose state is loaded; ``None`` if there is none to resume.
+        Returns: the snapshot, whose state is loaded; ``None`` if there is nothing to resume.
 
-        Raises: SnapshotNotFound, if ``which`` names a snapshot that is not there; StateError, if it is of another
-            model, or the model has a tensor that no snapshot can hold; JobBusy, if this job runs already; ConfigError,
+        Raises: SnapshotNotFound, if ``which`` does not exist; StateError, if it is of another model, or the model has a
+        tensor that no snapshot can hold; JobBusy, if this job runs already; ConfigError,
             for a bad name; WaitTimeout, if another rank is missing; what ``load_state_dict`` raises. An error on one
-            rank is raised on all; one that is not of this package as StateError.
+            rank is raised on all ranks; errors of other packages become StateError.
         """
         self._check_open("restore")
         self._together("checking the model", self._check_model)
-        # Before the first step: from here on it is known which gradients a step has used.
+        # Before the first step, so that the hooks see which gradients each step has used.
         self._boundaries.gates.install(self._source.optimizers())
         snapshot = self._run.restore(which)
         if self._is_training:
@@ -285,18 +285,19 @@ class SnapshotEngine:
         return snapshot
 
     def _fetch_to_read(self, which: int | str = "latest") -> Snapshot:
-        """Read as ``_fetch``, for an evaluation, which may use another floating dtype.
+        """Read a snapshot as ``_fetch``, for an evaluation, which may use another floating dtype.
 
-        Of a training that runs at this moment the memory is its own, and what it stored is read.
-        Blocks. Collective, too. Raises: as ``_fetch``, but for JobBusy; SnapshotNotFound, if there is none.
+        If the training is running, its memory is not accessible, and the newest stored snapshot is read. Collective.
+        Blocks.
+        Raises: as ``_fetch``, except JobBusy; SnapshotNotFound, if there is none.
         """
         self._check_open("fetch")
         return self._run.fetch_to_read(which)
 
     def _load(self, snapshot: Snapshot, *, position: str = "") -> None:
-        """Load what ``_fetch`` returned into the live objects, and go on there, as ``restore``. Collective. Blocks.
+        """Load the result of ``_fetch`` into the live objects, and resume from it, as ``restore``. Collective. Blocks.
 
-        ``position``: where in the data it goes on, in words. Raises: as ``restore``.
+        ``position``: the position in the data, in words. Raises: as ``restore``.
         """
         self._check_open("load")
         self._run.load(snapshot, position=position)
@@ -305,18 +306,18 @@ class SnapshotEngine:
         check_kinds(self._source.expected().items())
 
     def _together(self, purpose: str, work: Callable[[], object]) -> None:
-        """Do ``work`` on every rank; what one of them raises, all raise, with its number. Collective. Blocks."""
+        """Call ``work`` on every rank. An error of one rank is raised on all, with its rank. Collective. Blocks."""
         together(self._world, purpose, work)
 
     # ---------------------------------------------------------------- training
 
     @_refused_shortly
     def _prepare(self) -> None:
-        """Start the keeper and let it make memory ready in the background: the first capture waits less for it.
+        """Start the keeper, and prepare memory in the background, so that the first capture waits less.
 
-        Does not block, unless memory is required (``SnapshotConfig.require_memory``): then one rank that is alone waits
-        for it, several do at their first boundary or in ``Boundaries.check_memory``. Optional: ``with engine`` does it,
-        or else the first ``boundary``.
+        Does not block, unless memory is required (``SnapshotConfig.require_memory``): then a single rank waits for it,
+        and several ranks wait at their first boundary or in ``Boundaries.check_memory``. Optional: ``with engine`` or
+        the first ``boundary`` does it, too.
         Raises: StateError, for a tensor of the model that no snapshot can hold; as ``Boundaries.check_memory``.
         """
         self._check_open("prepare")
@@ -325,40 +326,40 @@ class SnapshotEngine:
             self._boundaries.check_memory()
 
     def _wait_ready(self, timeout_s: float) -> bool:
-        """Block until all memory is there; ``False`` after the deadline, or as soon as the keeper refuses it.
+        """Block until all slots exist. ``False`` after the deadline, or as soon as the keeper refuses memory.
 
-        For tests and benchmarks: in training the first boundary waits for what it needs. After this call the next one
-        does, too.
+        For tests and benchmarks: in training the first boundary waits for the memory that it needs. After this call the
+        next boundary waits, too.
         """
         self._prepare()
         return self._boundaries.wait_ready(timeout_s)
 
     @_refused_shortly
     def boundary(self, step: int | None = None, *, force: bool = False) -> bool:
-        """Capture the state: optimizer step ``step`` and all that follows it is over::
+        """Capture the state. Call it after optimizer step ``step`` and everything that belongs to it::
 
             optimizer.step()
             scheduler.step()
             engine.boundary()
 
-        Large tensors are copied after the call, until the next optimizer step. Whatever changes them before that calls
-        ``gate`` first. A write through ``.data`` or NumPy goes unseen, such as averaged weights that are swapped in for
-        an evaluation: without ``gate`` it would be captured as if it were the state of this step.
+        Large tensors are copied after the call, until the next optimizer step. Call ``gate`` before other code changes
+        them. A write through ``.data`` or NumPy is not detected, such as averaged weights that are swapped in for an
+        evaluation: without ``gate`` the snapshot of this step would contain it.
 
         Collective: the first one. Blocks: the first capture, and the first after ``restore``, waits for memory for one
-        snapshot, at most ``io_timeout_s``. Later ones do not wait for copies, storage or the keeper: where storage
-        holds all slots, the capture is skipped. On a device, a boundary waits until the capture before it is whole.
+        snapshot, at most ``io_timeout_s``. Later ones do not wait for copies, storage or the keeper: if storage holds
+        all slots, the capture is skipped. On a device, a boundary waits until the previous capture is whole.
 
         Args:
-            step: number of the step; default: one more than ``engine.step``.
+            step: number of the step; by default ``engine.step + 1``.
             force: capture it also between the steps of ``every_n_steps``.
 
         Returns: True if a capture began.
 
         Raises: at the first boundary StateError, for a value that cannot be encoded, and KeeperError, where memory is
-            required and cannot be had; JobBusy, if the same job runs already on this node; ConfigError after the end,
-            or while a graph is being captured; SystemExit, when the training is preempted (docs/preemption.md); what
-            code of the program raises in it, such as ``state_dict``; WaitTimeout at the first boundary, if memory is
+            required and is not available; JobBusy, if the same job runs already on this node; ConfigError after the
+            end, or while a graph is being captured; SystemExit, when the training is preempted (docs/preemption.md);
+            errors of the program's own code, such as ``state_dict``; WaitTimeout at the first boundary, if memory is
             required and another rank is missing.
         """
         self._check_open("boundary")
@@ -367,19 +368,17 @@ class SnapshotEngine:
         return self._boundaries.boundary(step, force=force)
 
     def _last_boundary(self, step: int) -> bool:
-        """``boundary`` behind the last step of a training, due or not; ``True`` if that step is captured. Not after the
-        end of the engine.
+        """Call ``boundary`` after the last step of a training, due or not. Not after ``close``.
 
-        Blocks: until there is a slot, at most ``io_timeout_s``, and until the copies are done: what comes after a
-        training may change weights. Raises: as ``boundary``.
+        Blocks: until there is a slot, at most ``io_timeout_s``, and until the copies are done: code after a training
+        may change weights. Returns: True if that step is captured. Raises: as ``boundary``.
         """
         return not self._shutdown.is_closed and self._boundaries.last_boundary(step)
 
     def _replan(self) -> None:
-        """Work out anew, at the next boundary, what each rank captures: ranks hold less alike than before.
+        """Compute the partition again at the next boundary: ranks now share less of the state.
 
-        Does not block, and needs no other rank: where the state that they shared agreed, a part of it does. All are to
-        call it before the same boundary.
+        Does not block. All ranks call it before the same boundary.
         """
         self._check_open("replan")
         with self._boundaries.lock:
@@ -393,35 +392,36 @@ class SnapshotEngine:
 
         Hooks on every optimizer call it. Call it before anything else that changes weights, and always before
         ``replay()`` of a graph that holds an optimizer step, where no hook runs.
-        Blocks: on the copy thread, at most ``io_timeout_s``; then that snapshot is dropped and training goes on. What
-        a device copies is waited for by the device; the next gate behind that blocks until it is done.
+        Blocks: until the copy thread is done, at most ``io_timeout_s``; then that snapshot is dropped and training
+        continues. For copies from a device, the device waits; the next gate blocks until they are done.
 
-        Raises: ConfigError, while a graph is being captured, if a copy is in flight that the graph could not wait for.
+        Raises: ConfigError, while a graph is being captured, if a copy is in progress, because the graph could not wait
+        for it.
         """
         self._boundaries.gate()
 
     def rollback(self, *, steps: int = 1, reason: str = "") -> Rollback:
-        """Go back in place to the newest snapshot at least ``steps`` older than the step in progress::
+        """Restore, in this process, the newest snapshot at least ``steps`` older than the step in progress::
 
             if not math.isfinite(loss):
                 engine.rollback(reason="the loss is not finite")
 
         The step in progress is the one after the last boundary: called in place of ``boundary(20)``, this gives step
-        19. The state comes from memory, else from storage; gradients are cleared. Data loaders stay where they are: the
-        batches since then are skipped. Snapshots with NaN in trained weights or optimizer state are passed over.
+        19. The state comes from memory, else from storage; gradients are cleared. Data loaders keep their position, so
+        the batches since then are skipped. Snapshots with NaN in trained weights or optimizer state are not used.
 
         Captures that are newer than the snapshot are dropped: a new run begins, and its first capture is whole in
-        memory at the end of this call. A crash before that, or the loss of trainer and keeper together before storage
-        has it, may resume a newer snapshot that storage has already. Called in place of ``boundary``, where nothing
-        newer was captured, it has no such window.
+        memory at the end of this call. After a crash before that, or if trainer and keeper are lost before storage has
+        that capture, ``"latest"`` may resume a newer snapshot from storage. This cannot happen if the call replaces
+        ``boundary``: then no newer snapshot exists.
 
         Collective. Blocks: for reading and loading.
 
         Args:
-            steps: how far to go back at least.
-            reason: for the line that the user sees.
+            steps: the least number of steps to go back.
+            reason: text for the message to the user.
 
-        Returns: the step at which training stands again, and how long it took.
+        Returns: the restored step, and the duration.
 
         Raises: SnapshotNotFound; ConfigError; what ``load_state_dict`` raises; WaitTimeout.
         """
@@ -431,20 +431,19 @@ class SnapshotEngine:
     # ---------------------------------------------------------------- names
 
     def keep(self, name: str) -> int:
-        """Give the newest snapshot, that of the last boundary, a name::
+        """Name the newest snapshot, that of the last boundary::
 
             engine.keep("before-anneal")
 
-        It must be stored, due or not, and each level that has it keeps it until ``release``. Where the last boundary
-        was not captured, or an optimizer stepped since (as in a validation of Lightning), the next one is captured and
-        named. A name is never given to another snapshot than that one. It is safe once the snapshot is stored: if the
-        first level cannot store it before its slot is gone, a warning says so (docs/levels.md).
-        Does not block. All ranks call it.
+        Every level stores the snapshot, due or not, and keeps it until ``release``. If the last boundary was not
+        captured, or an optimizer stepped since (as in a validation of Lightning), the next boundary is captured and
+        named. The name is safe once the snapshot is stored: if the first level cannot store it before its slot is
+        overwritten, a warning says so (docs/levels.md). Does not block. All ranks call it.
 
         Args:
             name: 1 to 64 letters, digits, points, dashes or underscores.
 
-        Returns: the step; of a boundary that is still to come, the least that it can have.
+        Returns: the step; for a future boundary the smallest possible step.
 
         Raises: ConfigError, for a bad name, or without persistent levels.
         """
@@ -461,14 +460,14 @@ class SnapshotEngine:
 
             engine.keep_best("val_loss", evaluate(model), mode="min", count=3)
 
-        ``restore("best")`` resumes the best of all that are there, and so do ``load_weights`` and ``export``.
+        ``restore("best")``, ``load_weights`` and ``export`` use the best of all existing snapshots.
         Collective: the value of rank 0 counts. Blocks: for other ranks; the first call also until the first level is
         listed, at most ``io_timeout_s``.
 
         Args:
             monitor: name of the metric.
-            value: its value in the state of the present step. NaN and infinity are never among the best.
-            mode: ``"min"`` or ``"max"``: which values are better. Of equal values the earlier one is.
+            value: its value at the current step. NaN and infinity are never among the best.
+            mode: ``"min"`` or ``"max"``: which values are better. Of equal values the earlier one is better.
             count: snapshots to keep. One more stays until the next call.
 
         Returns: the step, as ``keep``; ``None`` if the snapshot is not among the best.
@@ -480,14 +479,14 @@ class SnapshotEngine:
         return self._best.keep(KeepBest(monitor, mode=mode, count=count), float(value))
 
     def _check_levels(self, call: str) -> None:
-        """Raises: ConfigError, if nothing could be kept."""
+        """Raises: ConfigError, without persistent levels."""
         if not self._config.levels:
             raise ConfigError(f"{call}: there is no persistent level that could keep a snapshot")
 
     def _lost_names(self) -> Mapping[str, str]:
-        """Return the names that ``keep`` gave whose snapshot the first level will never have, and why.
+        """Return the names of ``keep`` whose snapshot the first level will never have, with the reason.
 
-        As the keeper knows now: between two boundaries, too.
+        The result is up to date also between two boundaries.
         """
         if not self._shutdown.is_closed:
             with self._boundaries.lock:
@@ -495,7 +494,7 @@ class SnapshotEngine:
         return self._recorder.memory.events.lost_names
 
     def release(self, name: str) -> None:
-        """Take a name from this run's snapshots: retention treats them as any other::
+        """Remove a name from this run's snapshots, so that retention may delete them::
 
             engine.release("before-anneal")
 
@@ -519,7 +518,7 @@ class SnapshotEngine:
 
             engine.wait(until="durable", timeout_s=60)
 
-        ``"protected"`` and ``"durable"`` are for all ranks: all wait for the same step, and all must have captured it.
+        ``"protected"`` and ``"durable"`` hold for all ranks: all wait for the same step, and all must have captured it.
 
         Args:
             step: the step, or a later one; default: the last capture that began, else the step that was resumed.
@@ -529,7 +528,7 @@ class SnapshotEngine:
 
         Returns: False after the deadline, or if that capture was dropped.
 
-        Raises: ConfigError, if nothing could make it so.
+        Raises: ConfigError, if the configuration makes that impossible.
         """
         self._check_open("wait")
         if until not in ("captured", "protected", "durable"):
@@ -550,18 +549,20 @@ class SnapshotEngine:
         return wait_durable(self._run, step, timeout_s)
 
     def _is_to_be_stored(self, step: int, timeout_s: float) -> bool:
-        """Block until the first level has ``step``, or memory keeps it for that level, which has got a name for it.
+        """Block until the first level has ``step``, or memory keeps it for that level.
 
-        ``False`` after the deadline: the level is busy with another step, and this one may be written over.
+        Returns: False after the deadline: the level is busy with another step, and this one may be overwritten.
         """
         return wait_held_or_stored(self._run, step, timeout_s)
 
     def _flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
-        """Block until the newest capture is durable at every level.
+        """Block until the newest capture is durable at every level. All ranks call it at the same step.
 
-        ``False`` after the deadline, if it was dropped, or if nothing at all was captured of what was due. With several
-        ranks durable on all of them, so all are to call it at the same step.
-        ``progress`` is called with bytes that levels have, and bytes that all of them together are to have.
+        Args:
+            timeout_s: seconds to wait at most.
+            progress: called with the bytes that levels have, and the total.
+
+        Returns: False after the deadline, if the capture was dropped, or if no due step was captured.
         """
         self._check_open("flush")
         return self._shutdown.flush(timeout_s, progress)
@@ -569,44 +570,44 @@ class SnapshotEngine:
     def statistics(self) -> Statistics:
         """Return counters and timings so far.
 
-        They are a copy, which later boundaries do not change::
+        The result is a copy, which later boundaries do not change::
 
             print(engine.statistics().waited_s)
         """
         return self._shutdown.statistics()
 
     def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
-        """End well: capture the last step, make it durable, end the keeper, free the memory. Idempotent::
+        """Capture the last step, make it durable, end the keeper and free the memory. Idempotent::
 
             engine.close()  # the end of ``with engine`` does it
 
         The last step is captured also between the steps of ``every_n_steps``, unless weights changed after its
-        boundary. Memory is freed once the newest capture is stored at every level. Else it stays as after a crash, and
-        a restart finds it; memory of earlier starts stays also where this start captured nothing.
+        boundary. Memory is freed once the newest capture is stored at every level. Otherwise it stays for a restart, as
+        after a crash. If this start captured nothing, memory of earlier starts stays, too.
 
         Collective. Blocks: at most ``collective_timeout_s`` for other ranks, ``drain_timeout_s`` for storage, and a few
         times ``io_timeout_s`` for copies, names and the keeper.
 
         Args:
-            drain: False captures nothing, and waits for no storage: the keeper goes on storing.
-            progress: called with the bytes that levels have, and the bytes that all of them are to have.
+            drain: False captures nothing and does not wait for storage. The keeper keeps storing.
+            progress: called with the bytes that levels have, and the total.
 
-        Returns: False if the last step that was due was not captured, or not stored at every level, if another rank is
-            missing, and after ``abandon``.
+        Returns: False if the last due step was not captured or not stored at every level, if another rank is missing,
+        and after ``abandon``.
 
         Raises: SystemExit, if the training is preempted.
         """
         return self._shutdown.close(drain=drain, progress=progress)
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """Leave without goodbye, as a crash would: the keeper stores the newest capture and waits for a restart::
+        """End as after a crash: the keeper stores the newest capture and waits for a restart::
 
             except RuntimeError as error:
                 engine.abandon(error)
                 raise
 
         Args:
-            error: the exception that ends the training, for the line that the user sees.
+            error: the exception that ends the training, for the message to the user.
 
         Raises: SystemExit, if the training is preempted and there is no ``error``.
         """
@@ -614,7 +615,7 @@ class SnapshotEngine:
 
 
 def _source_of(state: StateSource | Mapping[str, Any]) -> StateSource:
-    """Return the state as a source. Raises: ConfigError, if it is none."""
+    """Return the state as a StateSource. Raises: ConfigError, if it is neither a mapping nor a StateSource."""
     if isinstance(state, StateSource):
         return state
     kind = type(state).__qualname__
@@ -629,11 +630,11 @@ def _source_of(state: StateSource | Mapping[str, Any]) -> StateSource:
 
 
 _engines: "weakref.WeakSet[SnapshotEngine]" = weakref.WeakSet()
-"""All engines of this process. One that is connected to a keeper stays here: the thread of its connection needs it."""
+"""All engines of this process. The thread of a keeper connection needs its engine."""
 
 
 def _end_earlier(identity: JobIdentity) -> None:
-    """Leave all engines of this process and this job, as after a crash: a cell of a notebook is run again."""
+    """Abandon all open engines of this process and this job: a cell of a notebook is run again."""
     for engine in list(_engines):
         if engine._identity == identity and engine._pid == os.getpid():
             engine._shutdown.give_way()

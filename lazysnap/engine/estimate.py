@@ -1,4 +1,4 @@
-"""Estimates of a shard's size, before the optimizer has made its state, so that memory is prepared from the start."""
+"""Estimates the size of a shard before the optimizer has made its state, so that memory is prepared early."""
 
 import resource
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -23,9 +23,9 @@ _STATE_COPIES = {
     "RMSprop": 1,
     "ASGD": 1,
 }
-"""Tensors of the size of a parameter that an optimizer keeps for it, whatever its options."""
+"""Number of tensors of the size of a parameter that an optimizer always keeps for it."""
 _OPTIONS_WITH_COPY = ("amsgrad", "momentum", "centered")
-"""Options of a group for each of which an optimizer keeps one more."""
+"""Options of a parameter group, each of which adds one such tensor."""
 _HEADER_BYTES_PER_TENSOR = 160
 
 
@@ -35,7 +35,7 @@ Bytes = Callable[[torch.Tensor], int]
 def bytes_of_share(replicated: Iterable[torch.Tensor], node_ranks: Collection[int]) -> Bytes:
     """Return a rough estimate of the bytes of a tensor that this rank captures.
 
-    ``replicated``: tensors that the ranks of a node (``node_ranks``) share, beside DTensors that several of them hold.
+    ``replicated``: tensors that the ranks of a node (``node_ranks``) share, besides replicated DTensors.
     """
     pointers = {tensor.data_ptr() for tensor in replicated}
 
@@ -51,9 +51,9 @@ def bytes_of_share(replicated: Iterable[torch.Tensor], node_ranks: Collection[in
 
 
 def copies_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int:
-    """Return how many tensors of the size of a parameter an optimizer keeps for each of a group.
+    """Return how many tensors of the size of a parameter the optimizer keeps for each parameter of a group.
 
-    Too few for unknown optimizers.
+    The result is too small for unknown optimizers.
     """
     copies = _STATE_COPIES.get(type(optimizer).__name__, 0)
     for option in _OPTIONS_WITH_COPY:
@@ -65,7 +65,7 @@ def copies_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> int
 def estimate_image_bytes(source: StateSource, size: Bytes) -> int:
     """Return the bytes of the shard once every optimizer has made its state; too low for unknown optimizers.
 
-    ``size``: how much of a tensor is in it.
+    ``size``: returns the bytes of a tensor that the shard contains.
     """
     total = 0
     count = 0
@@ -83,11 +83,11 @@ def estimate_image_bytes(source: StateSource, size: Bytes) -> int:
 
 
 def growth_bytes(source: StateSource, peak_before: int) -> int:
-    """Estimate the host memory that training is still going to take, beside snapshots.
+    """Estimate the host memory that training will still take, besides snapshots.
 
-    ``peak_before``: the peak of this process before the first step (``resident_bytes``). A higher one is of training on
-    the CPU, which takes that again in each step. Else the peak was of loading, and what counts are the gradients and
-    the optimizer state that are not there. Training on a device takes next to nothing.
+    ``peak_before``: the peak of this process before the first step (``resident_bytes``). A later, higher peak comes
+    from training on the CPU, which takes that memory again in each step. Otherwise gradients and optimizer state are
+    still to come. Training on a device takes almost no host memory.
     """
     if all(local_of(tensor).device.type != "cpu" for tensor in source.expected().values()):
         return 0
@@ -111,7 +111,7 @@ def growth_bytes(source: StateSource, peak_before: int) -> int:
 
 
 def resident_bytes() -> tuple[int, int]:
-    """Return the memory of this process now, and at its peak. Without /proc only the peak is known: it is both."""
+    """Return the current and the peak memory of this process. Without /proc both are the peak."""
     fields = {}
     try:
         with open("/proc/self/status") as file:
@@ -127,7 +127,7 @@ def resident_bytes() -> tuple[int, int]:
 
 
 def _initialised(source: StateSource) -> Iterable[torch.Tensor]:
-    """Return the expected tensors that have memory; of those that share it, the first."""
+    """Return the expected tensors that have memory; of tied tensors only the first."""
     by_memory: dict[tuple[int, int], torch.Tensor] = {}
     for tensor in source.expected().values():
         if not is_uninitialised(tensor):

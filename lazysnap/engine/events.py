@@ -1,4 +1,4 @@
-"""The states of a keeper as counters and messages: what is new in the last state, compared with the one before."""
+"""Turns the states of a keeper into counters and messages, by comparing each state with the previous one."""
 
 import socket
 from collections.abc import Sequence
@@ -10,16 +10,15 @@ from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedSt
 from lazysnap.engine.messages import MessageKind, Messages
 
 _REMEMBERED = 1024
-"""Complete steps of one level that are remembered, so that none is counted twice."""
+"""Complete steps of one level that are remembered, so that no step is counted twice."""
 _ALERTS = {"links": MessageKind.UNLINKED, "protection": MessageKind.NODE_UNPROTECTED}
-"""Events of the alerts that are reported again while they last, and whose end is reported."""
+"""Alerts that are reported again while they last, and once when they end."""
 
 
 class KeeperEvents:
-    """Follows keeper and levels. Every occurrence is counted; trouble is reported once until it is over.
+    """Follows keeper and levels. Every occurrence is counted; a problem is reported once until it ends.
 
-    Used on the training thread. It keeps the last state that it compared, and nothing else of what the keeper says but
-    the steps that it counted.
+    Used on the training thread. Keeps only the last state of the keeper and the steps that it counted.
     """
 
     def __init__(self, config: SnapshotConfig, messages: Messages, rank: int = 0) -> None:
@@ -28,7 +27,7 @@ class KeeperEvents:
         self._rank = rank
         self._urls = [level.url for level in config.levels]
         self._due: list[int | None] = []
-        """Steps from one snapshot that is due to the next, by level; ``None`` where time decides."""
+        """Steps between due snapshots, by level; ``None`` for a level that stores by time."""
         for level in config.levels:
             every = None
             if level.every_n_steps is not None:
@@ -36,22 +35,22 @@ class KeeperEvents:
             self._due.append(every)
         self._state = KeeperState()
         self._pid: int | None = None
-        """Process of the keeper; ``None`` while there is none."""
+        """Process id of the keeper; ``None`` without a keeper."""
         self._is_silent = False
-        """True if that keeper seems to live, and does not answer."""
+        """True if that keeper is alive but does not answer."""
         self._start = 0
         self._from_step = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
-        """Complete steps of this start that are counted, by level, in ascending order."""
+        """Counted complete steps of this start, by level, in ascending order."""
         self._wanted_names: dict[str, int] = {}
-        """Names that were given in this start and that the first level does not have yet, with their steps."""
+        """Names given in this start that the first level does not have yet, with their steps."""
         self._released_names: set[str] = set()
-        """Names that were taken away in this start."""
+        """Names that were removed in this start."""
         self.lost_names: dict[str, str] = {}
-        """Names whose snapshot the first level will never have, and why."""
+        """Names whose snapshot the first level will never have, with the reason."""
 
     def begin(self, start: int, step: int) -> None:
-        """Captures from now on are of another start, which resumes at ``step``: nothing of it is durable yet."""
+        """Begin another start, which resumes at ``step``. Nothing of it is durable yet."""
         self._start = start
         self._from_step = step
         self._counted = [[] for _ in self._urls]
@@ -61,23 +60,23 @@ class KeeperEvents:
         self._statistics.last_protected_step = None
 
     def name_given(self, name: str, step: int) -> None:
-        """The keeper was asked to give a name to a step of this start."""
+        """Record that the keeper was asked to name a step of this start."""
         self._wanted_names[name] = step
         self._released_names.discard(name)
 
     def name_released(self, name: str) -> None:
-        """The keeper was asked to take a name away."""
+        """Record that the keeper was asked to remove a name."""
         self._wanted_names.pop(name, None)
         self._released_names.add(name)
 
     def names(self, stored_names: set[str]) -> set[str]:
-        """Return the names that the first level has, or is to get. ``stored_names``: those that the keeper reported."""
+        """Return the names that the first level has or will get. ``stored_names``: names that the keeper reported."""
         return (stored_names | set(self._wanted_names)) - self._released_names
 
     def are_names_settled(self, state: KeeperState) -> bool:
-        """Return True if the first level has the names that it is to have, or never will. Pure."""
+        """Return True if the first level has all names, except those that it can never get. Pure."""
         if state.levels and state.levels[0].is_failing:
-            return True  # it may be away for hours
+            return True  # it may not answer for hours
         if any(named.name in self._released_names for named in state.names):
             return False
         return all(self._is_answered(name, step, state) for name, step in self._wanted_names.items())
@@ -94,14 +93,14 @@ class KeeperEvents:
 
         Args:
             state: the last state that a keeper sent.
-            pid: process of the keeper that is connected now; ``None`` if there is none.
-            is_silent: true if it seems to live, and does not answer.
+            pid: process id of the connected keeper; ``None`` without one.
+            is_silent: True if the keeper is alive but does not answer.
         """
         before = self._state
         if state.pid != before.pid:
             before = self._forget_keeper(before)
         if pid not in (None, self._pid):
-            before = structs.replace(before, protected=None)  # what is protected counts again
+            before = structs.replace(before, protected=None)  # protected steps count again
         self._compare_connection(pid, is_silent=is_silent)
         if state != before:
             for index, level in enumerate(state.levels[: len(self._urls)]):
@@ -118,7 +117,7 @@ class KeeperEvents:
         self._state = state
 
     def _forget_keeper(self, state: KeeperState) -> KeeperState:
-        """Return what the next keeper's state is compared with: that keeper counts anew, and has no alert to end."""
+        """Return the base for the next keeper's state: that keeper counts from zero, and has no alerts."""
         for event in _ALERTS.values():
             self._messages.forget(event)
         return KeeperState(protected=state.protected, name_refusals=state.name_refusals)
@@ -126,7 +125,7 @@ class KeeperEvents:
     def _compare_connection(self, pid: int | None, *, is_silent: bool) -> None:
         if self._pid is not None and pid != self._pid:
             self._messages.tell(MessageKind.KEEPER_LOST)
-            self._statistics.last_protected_step = None  # its parity is gone; if it lives, it reports again
+            self._statistics.last_protected_step = None  # its parity is lost; if the keeper is alive, it reports again
         if pid is not None:
             was_silent = self._is_silent
             if pid != self._pid:
@@ -161,7 +160,7 @@ class KeeperEvents:
             self._messages.tell(MessageKind.LEVEL_FAILS, level=url, what=snapshot, text=text)
 
     def _count_new(self, index: int, complete: Sequence[StepKey]) -> list[int]:
-        """Count the steps that became complete. Returns: these steps, in ascending order."""
+        """Count and return the steps that became complete, in ascending order."""
         counted = self._counted[index]
         steps = sorted({key.step for key in complete if key.start == self._start}.difference(counted))
         if len(counted) == _REMEMBERED:
@@ -212,7 +211,7 @@ class KeeperEvents:
                 self.lose_name(name, text)
 
     def lose_name(self, name: str, text: str) -> None:
-        """The snapshot of that name will never be there."""
+        """Report a name whose snapshot will never be stored."""
         self._messages.tell(MessageKind.NAME_FAILS, name=name, text=f"no snapshot has it: {text}")
         self.lost_names[name] = text
 

@@ -1,4 +1,4 @@
-"""The settings of a job as its keepers know them, made in one place, and the number of slots that they ask for."""
+"""Makes the settings of a job for its keepers, and computes the number of slots."""
 
 from collections.abc import Collection
 
@@ -22,10 +22,10 @@ def job_settings(
         config: the settings of the user.
         world: all ranks of the training.
         run_id: id of the run.
-        redundancy: protection by other nodes; ``None``: there is none.
+        redundancy: protection by other nodes; ``None`` without it.
         shared: URLs of the levels that are one place for all nodes.
     """
-    nodes = list(dict.fromkeys(world.nodes))  # in the order of their first ranks, so rank 0 is on node 0
+    nodes = list(dict.fromkeys(world.nodes))  # sorted by first rank, so rank 0 is on node 0
     levels = []
     for level in config.levels:
         is_shared = len(nodes) == 1 or level.url in shared
@@ -46,7 +46,7 @@ def job_settings(
 def _level_settings(level: PersistentLevel, *, is_shared: bool) -> LevelSettings:
     period_s = level.period_s
     if period_s is None:
-        period_s = STORE_EVERY_S  # does not count: the level stores by steps
+        period_s = STORE_EVERY_S  # unused: the level stores by steps
     storage_options = None
     if level.storage_options is not None:
         storage_options = dict(level.storage_options)
@@ -64,10 +64,10 @@ def _level_settings(level: PersistentLevel, *, is_shared: bool) -> LevelSettings
 
 
 def num_kept(config: SnapshotConfig, world: World) -> int:
-    """Return K, the number of newest whole captures that a rank never writes over. See ``memory.slot_choice``."""
+    """Return K, the number of newest whole captures that a rank never overwrites. See ``memory.slot_choice``."""
     return kept_whole(config.every_n_steps, world.size, runs_ahead=world.runs_ahead)
 
 
 def num_slots(config: SnapshotConfig, world: World, *, is_redundant: bool) -> int:
-    """Return the slots of one rank. ``is_redundant``: other nodes read captures to protect them."""
+    """Return the number of slots of one rank. ``is_redundant``: other nodes read captures to protect them."""
     return slots_needed(num_kept(config, world), is_read=bool(config.levels) or is_redundant)

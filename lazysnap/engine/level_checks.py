@@ -1,8 +1,7 @@
-"""The levels that are one place for all nodes: what several nodes hold is stored once there.
+"""Finds the levels that all nodes share: what several nodes hold is stored once there.
 
-Object stores are one place, if all nodes were given the same URL. A path is tested: rank 0 writes a small file with
-a new name, and one rank of each node looks for it. If the test fails or takes too long, each node stores all that it
-holds.
+Object stores are shared if all nodes have the same URL. A path is tested: rank 0 writes a small file with a new name,
+and one rank of each node looks for it. If the test fails or takes too long, each node stores everything that it holds.
 """
 
 import logging
@@ -21,9 +20,9 @@ _DEADLINE_S = 10.0
 
 
 def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
-    """URLs of the levels that are one place for all nodes, as this node knows them; none, if there is one node.
+    """Return the URLs of the levels that all nodes share, as far as this node knows; none with one node.
 
-    Collective, with several nodes. Blocks: at most some seconds for each level. Raises: WaitTimeout.
+    Collective with several nodes. Blocks: at most some seconds for each level. Raises: WaitTimeout.
     """
     if not levels or len({place.node for place in world.places}) == 1:
         return []
@@ -63,7 +62,7 @@ def shared_levels(world: World, levels: Sequence[PersistentLevel]) -> list[str]:
 
 
 def _try(level: PersistentLevel, work: Callable[[Storage], bool | None]) -> bool:
-    """Return the result of ``work``; ``False``, if it fails or takes too long."""
+    """Return the result of ``work``; False if it fails or takes too long."""
 
     def watched(beat: Beat) -> bool | None:
         return work(WatchedStorage(open_storage(level.url), beat))

@@ -1,4 +1,4 @@
-"""The state of this rank at a boundary: all that a capture of it holds, collected from the live objects."""
+"""Collects the state of this rank at a boundary from the live objects."""
 
 import time
 from dataclasses import replace
@@ -17,9 +17,9 @@ _SLOW_S = 0.1
 
 
 class LocalState:
-    """Collects the state, and takes the part that this rank captures. Used on the training thread.
+    """Collects the state, and selects the part that this rank captures. Used on the training thread.
 
-    It keeps the last walk, which the next one is compared with, and the partition that all ranks agreed on.
+    Keeps the last walk, to compare the next one with, and the partition that all ranks agreed on.
     """
 
     def __init__(self, source: StateSource, world: World, messages: Messages) -> None:
@@ -28,31 +28,31 @@ class LocalState:
         self._messages = messages
         self._walker = StateWalker()
         self._partition: Partition | None = None
-        """Invariant: ``None`` as long as this rank is alone, which captures all."""
+        """Invariant: ``None`` if there is only one rank, which captures everything."""
         self._lazy: set[Key] = set()
-        """Memory that only changes behind the gate, as the partition has it."""
+        """Memory that changes only after the gate, as in the partition."""
         self._frozen: set[Key] = set()
-        """Memory of parameters without gradient, as the partition has it."""
+        """Memory of parameters without gradient, as in the partition."""
         self._names_looked_at: list[str] = []
-        """Names of the tensors that were looked through for DTensors."""
+        """Names of the tensors that were searched for DTensors."""
         self._has_dtensors = False
-        """True if there were DTensors among them."""
+        """True if some of them were DTensors."""
         self._was_slow = False
-        """True if collecting the state took long at the last capture."""
+        """True if collecting the state was slow at the last capture."""
 
     def forget_partition(self) -> None:
-        """Work out anew what this rank captures, at the next capture. What ranks agreed on at the first one holds."""
+        """Compute this rank's part again at the next capture, within the agreement of the first one."""
         self._partition = None
 
     def collect(self) -> Walk:
-        """Return the whole present state. Raises: StateError."""
+        """Return the whole current state. Raises: StateError."""
         started = time.perf_counter()
         state = self._source.collect()
         collected = time.perf_counter()
         everything = self._walker.walk(state)
         encoded = time.perf_counter()
         is_slow = encoded - started > _SLOW_S
-        # Not the first one alone: a framework may import or set up something there.
+        # Not only the first one: a framework may import or set up something in it.
         if is_slow and self._was_slow:
             ms = (encoded - started) * 1e3
             self._messages.tell(MessageKind.SLOW_STATE, ms=ms, encoding_ms=(encoded - collected) * 1e3)
@@ -60,7 +60,7 @@ class LocalState:
         return everything
 
     def part_of(self, everything: Walk) -> Walk:
-        """Return the part of the state that this rank captures. With several ranks collective the first time."""
+        """Return the part of the state that this rank captures. The first call is collective with several ranks."""
         if self._world.is_alone:
             return self._without_meshes(everything)
         if self._partition is None or not self._partition.holds_for(everything):
@@ -73,7 +73,7 @@ class LocalState:
         return self._partition.apply(everything)
 
     def _without_meshes(self, everything: Walk) -> Walk:
-        """One rank alone holds all of every DTensor: its mesh is of one."""
+        """A single rank holds every DTensor completely."""
         if everything.names is not self._names_looked_at:
             self._names_looked_at = everything.names
             self._has_dtensors = any(isinstance(tensor, DTensor) for tensor in everything.tensors)

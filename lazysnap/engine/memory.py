@@ -1,4 +1,4 @@
-"""The memory that a trainer captures into: slots asked of the keeper, waited for, chosen and returned."""
+"""The slots that a trainer captures into: requested from the keeper, awaited, chosen and returned."""
 
 import sys
 import time
@@ -28,14 +28,14 @@ from lazysnap.ranks.world import World
 from lazysnap.state.source import StateSource
 
 META_BYTES = 1 << 20
-"""Least room for the small state in a slot."""
+"""Minimum space for the small state in a slot."""
 
 
 class Memory:
-    """The slots of this rank, and why there are none. Used on the training thread.
+    """The slots of this rank, and the reason if there are none. Used on the training thread.
 
-    The rules are those of ``memory.slot_choice``. What was asked for, what was refused and what training itself still
-    takes decide together on the next request.
+    ``memory.slot_choice`` has the rules. The next request depends on what was requested and refused before, and on the
+    memory that training will still take.
     """
 
     def __init__(
@@ -48,29 +48,29 @@ class Memory:
         self._messages = messages
         self._statistics = messages.statistics
         self.captures = Captures()
-        """The captures that are copied into the slots."""
+        """The captures that use the slots."""
         self.check = RestartCheck(client, messages, source.clocks)
-        """Compares two of the slots after a restart."""
+        """Compares two slots after a restart."""
         self.events = KeeperEvents(config, messages, world.rank)
         self.protection = Protection(messages)
         self.group = (1, 0)
-        """Nodes that protect each other, and how many of them may be lost."""
+        """Number of nodes that protect each other, and of nodes that may be lost."""
         self._spill_dir = spill_dir(config.memory, config.levels)
-        """Directory in which the keeper makes slots as files if memory does not suffice."""
+        """Directory for slots as files, if memory does not suffice."""
         self._kept = num_kept(config, world)
         self._meta_bytes = META_BYTES
         self._asked: tuple[int, int] | None = None
-        """Bytes of metadata and of the image that were asked for."""
+        """Requested bytes of metadata and image."""
         self._expects_first_step = True
-        """True while the keeper still leaves room for the memory of the first step."""
+        """True while the keeper must leave room for the memory of the first step."""
         self._peak_before = 0
-        """The peak of this process's memory before the first step."""
+        """The peak memory of this process before the first step."""
         self.is_awaited = True
-        """True if the next capture waits for its slot: the first one of a start, and after ``wait_ready``."""
+        """True if the next capture waits for its slot: the first one of a start, or after ``wait_ready``."""
         self._ignored_refusal = ""
-        """Text of a refusal of memory that was answered by asking for less."""
+        """Text of a refusal of memory after which fewer slots were requested."""
         self._next_retry_s = 0.0
-        """Time from which on a keeper may be started again, if none could be reached."""
+        """Time after which a keeper may be started again, if none could be reached."""
 
     # Numbers
 
@@ -82,21 +82,21 @@ class Memory:
 
     @property
     def needed(self) -> int:
-        """Slots of this rank."""
+        """Return the slots of this rank."""
         return num_slots(self._config, self._world, is_redundant=self.is_redundant)
 
     @property
     def is_ready(self) -> bool:
-        """True if every slot is there."""
+        """True if every slot exists."""
         return len(self.client.slots()) >= self.needed
 
     @property
     def are_enough(self) -> bool:
-        """True if there are as many as captures need at least, of the size that was asked for."""
+        """True if there are enough slots of the requested size for captures."""
         return len(self._fitting(self.client.slots())) > self._kept
 
     def _fitting(self, slots: Iterable[TrainerSlot]) -> list[int]:
-        """Return the ids of slots of the size that was asked for."""
+        """Return the ids of slots of the requested size."""
         if self._asked is None:
             return []
         meta_bytes, image_bytes = self._asked
@@ -106,12 +106,12 @@ class Memory:
                 fitting.append(slot.slot_id)
         return fitting
 
-    # Asking and returning
+    # Requesting and returning
 
     def start(self) -> None:
-        """Find the keeper, or start one, in the background.
+        """Connect to the keeper, or start one, in the background.
 
-        Slots are registered with CUDA before they count as ready, also those that an earlier start left.
+        Slots are registered with CUDA before they count as ready, also those of an earlier start.
         """
         self._register()
         self.client.start()
@@ -120,7 +120,7 @@ class Memory:
         self.client.make_ready(registrar(self._source.expected().values()))
 
     def prepare(self) -> None:
-        """Ask for memory before the first boundary. Does not block."""
+        """Request memory before the first boundary. Does not block."""
         if self._asked is None:
             size = bytes_of_share(self._source.replicated_parameters(), self._world.node_ranks)
             self._ask(estimate_image_bytes(self._source, size))
@@ -133,9 +133,8 @@ class Memory:
             self.ask_again()
 
     def ask_again(self) -> None:
-        """Ask for the same slots: their number, or what training still takes, may be another one now.
-
-        Does not block.
+        """Request slots again: their number, or the memory that training will take, may have changed. Does not
+        block.
         """
         if self._asked is None:
             return
@@ -154,14 +153,14 @@ class Memory:
         )
 
     def _ask_for(self, image_bytes: int, meta_bytes: int) -> None:
-        """Ask for slots that a capture fits, if others were asked for. Does not block.
+        """Request slots that a capture fits, if others were requested. Does not block.
 
-        The first step is over by then: the keeper is asked once more, as training takes less from now on.
+        The first step is over by then, so training takes less memory from now on.
         """
         if meta_bytes > self._meta_bytes:
             self._meta_bytes = 2 * meta_bytes
         before = self._asked
-        # Decided by what was asked for, not by the slots that fit: one that an earlier start left may fit, too.
+        # Compare with the request, not with the existing slots: a slot of an earlier start may fit, too.
         if before is None or before[0] != self._meta_bytes or not fits_image(before[1], image_bytes):
             self._ask(image_bytes)
         if self._expects_first_step and self._asked == before:
@@ -169,16 +168,16 @@ class Memory:
         self._expects_first_step = False
 
     def return_surplus(self) -> None:
-        """Return to the keeper slots of another size, and those beyond the number needed, that hold nothing needed.
+        """Return to the keeper slots of another size, and surplus slots, if their captures are not needed.
 
-        The keeper frees no slot by itself, so nothing that a capture writes into is ever freed.
+        The keeper frees no slot by itself, so a slot is never freed during a capture.
         """
         if self._asked is None:
             return
         slots = {slot.slot_id: slot for slot in self.client.mapped()}
         fitting = self._fitting(slots.values())
         if len(fitting) == len(slots) <= self.needed:
-            return  # decided by sizes, which do not change: words are read only where a slot may go
+            return  # sizes do not change; words are only read for slots that may be returned
         views = [slot.view() for slot in slots.values()]
         surplus = surplus_slots(views, self._kept, fitting=fitting, count=self.needed, busy=self._busy(slots.values()))
         for view in surplus:
@@ -189,10 +188,9 @@ class Memory:
     # Choosing
 
     def slot_for(self, image_bytes: int, meta_bytes: int) -> TrainerSlot | None:
-        """Return a slot for the next capture, which must begin before anything else; ``None`` if there is none.
+        """Return a slot for the next capture, which must begin immediately; ``None`` if there is none.
 
-        Blocks, while ``is_awaited``: until there is a slot, or it is known that there will be none, at most
-        ``io_timeout_s``.
+        Blocks, while ``is_awaited``: until there is a slot, or the request is refused, at most ``io_timeout_s``.
         """
         self._ask_for(image_bytes, meta_bytes)
         if self.is_awaited and not self._has_slots_for(image_bytes, meta_bytes):
@@ -214,9 +212,9 @@ class Memory:
         self._statistics.memory_wait_s += time.monotonic() - started_s
 
     def _has_slots_for(self, image_bytes: int, meta_bytes: int) -> bool:
-        """True if a capture finds a slot; of several ranks, if each later one will, too.
+        """True if a capture finds a slot; with several ranks, if each later one will, too.
 
-        A rank that left out a step alone while its slots are made would have none in common with the others.
+        A rank that alone skips a step while its slots are made would have no capture in common with the others.
         """
         if not self._world.is_alone and not self.are_enough:
             return False
@@ -225,7 +223,7 @@ class Memory:
     def _choose(self, image_bytes: int, meta_bytes: int) -> TrainerSlot | None:
         self.return_surplus()
         ready = {slot.slot_id: slot for slot in self.client.slots()}
-        # All slots count among the newest whole captures, also those that are not ready for another capture yet.
+        # Count the newest whole captures in all slots, also in those that are not ready yet.
         slots = self.client.mapped()
         busy = self._busy(slots)
         views = []
@@ -239,11 +237,11 @@ class Memory:
         return ready[view.slot_id]
 
     def _busy(self, slots: Iterable[TrainerSlot]) -> list[int]:
-        """Return the ids of slots into which an earlier capture may still be copied, or that are compared."""
+        """Return the ids of slots that an earlier capture may still write, or that are being compared."""
         return [slot.slot_id for slot in slots if self.captures.is_writing(slot) or self.check.uses(slot)]
 
     def why_no_slot(self) -> str:
-        """Return why ``slot_for`` gave none. Raises: JobBusy."""
+        """Return why ``slot_for`` returned None. Raises: JobBusy."""
         if self.is_missing:
             self.retry()
             refusal = self.client.refusal()
@@ -258,7 +256,7 @@ class Memory:
     # The keeper
 
     def follow_keeper(self) -> None:
-        """Count and report what is new of the keeper, of levels and of memory since the last call."""
+        """Count and report changes of the keeper, of levels and of memory since the last call."""
         pid = None
         if self.client.is_connected:
             pid = self.client.keeper_pid
@@ -275,14 +273,14 @@ class Memory:
         self.protection.lose(cause, is_reported=self.client.refusal() is not None)
 
     def _refusal(self) -> str:
-        """Return why there is no further slot; empty if one may come, or that was answered. Hot."""
+        """Return why the keeper makes no further slot; empty if it does, or after a smaller request. Hot."""
         text = self.client.memory_refusal
         if not self.client.is_connected or text == self._ignored_refusal:
             return ""
         return text
 
     def _missing_memory(self) -> KeeperError | None:
-        """Return why there is no memory for captures now; ``None`` if there is, or it may still come. Hot."""
+        """Return why there is no memory for captures; ``None`` if there is, or it may still come. Hot."""
         if self.client.is_connected:
             text = self._refusal()
             if not text or self.are_enough:
@@ -294,8 +292,8 @@ class Memory:
         return KeeperError(failure)
 
     def _ask_for_less(self, refusal: str) -> bool:
-        """Give up the slot that is there for the protection by other nodes alone; ``False`` if there is none."""
-        if not self.is_redundant or self._config.levels:  # levels read that slot, too
+        """Give up the slot that only serves the protection by other nodes; ``False`` if there is none."""
+        if not self.is_redundant or self._config.levels:  # levels need that slot, too
             return False
         self.group = (1, 0)
         self._ignored_refusal = refusal
@@ -304,25 +302,25 @@ class Memory:
         return True
 
     def error(self) -> JobBusy | KeeperError | None:
-        """Return why there is no memory for captures, and never will be in this training, or none now."""
+        """Return why there is no memory for captures, now or for the rest of this training."""
         return self.client.refusal() or self._missing_memory()
 
     @property
     def is_missing(self) -> bool:
-        """True if captures cannot go into the keeper's memory, so that there are none. Hot."""
+        """True if captures are impossible, because there is no memory of a keeper. Hot."""
         return self.protection.cause is not None and not self.are_enough
 
     def retry(self) -> None:
-        """Look for a keeper again, and ask for memory, once in ``io_timeout_s``. Does not block."""
+        """Connect to a keeper again and request memory, once in ``io_timeout_s``. Does not block."""
         now_s = time.monotonic()
         if now_s >= self._next_retry_s:
             self._next_retry_s = now_s + self._config.io_timeout_s
             self.client.start()
-            self.prepare()  # the keeper may have failed before anything was asked for
+            self.prepare()  # the keeper may have failed before the first request
             self.ask_again()
 
     def await_all(self, timeout_s: float) -> bool:
-        """Block until all slots are there; ``False`` after the deadline, or once there is no memory for them."""
+        """Block until all slots exist; ``False`` after the deadline, or once memory is refused."""
         deadline_s = time.monotonic() + timeout_s
         while not self.is_ready:
             self.follow_keeper()
@@ -332,14 +330,14 @@ class Memory:
             time.sleep(0.005)
         return True
 
-    # What it holds
+    # Contents
 
     def phase_of(self, step: int) -> SlotPhase:
         """Return the phase of the last capture of ``step`` in its slot; EMPTY if no slot has it."""
         capture = self.captures.of_step(step)
         if capture is not None:
             return slot_phase(capture)
-        for slot in self.client.mapped():  # what was resumed
+        for slot in self.client.mapped():  # the resumed capture
             view = slot.view()
             if view.is_whole and view.step == step:
                 return SlotPhase.WHOLE
@@ -351,12 +349,12 @@ class Memory:
             return None
         return self.captures.newest_whole_step()
 
-    # What the user reads
+    # Messages
 
     def report_sizes(self, image_bytes: int) -> None:
-        """Print what captures of that size take of memory, and where and how often they are stored.
+        """Print the memory that captures of that size take, and where and how often they are stored.
 
-        Raises: OSError or ValueError, if the machine does not say.
+        Raises: OSError or ValueError, if the machine does not report its memory.
         """
         slots = self.client.slots()
         memory_of_slots = sum(slot.memory_bytes for slot in slots)
@@ -382,14 +380,14 @@ class Memory:
         )
 
     def _bytes_each(self, image_bytes: int) -> int:
-        """Return the size of one slot; where none was asked for yet, of one for such an image."""
+        """Return the size of one slot; before the first request, of one for such an image."""
         meta_bytes = self._meta_bytes
         if self._asked is not None:
             meta_bytes, image_bytes = self._asked
         return slot_bytes(meta_bytes, image_bytes)
 
     def report_use(self, slot: TrainerSlot) -> None:
-        """A capture began in that slot: print that there is memory again, and whether it is a file."""
+        """Report, after a capture began in that slot, that there is memory again, and whether it is a file."""
         self.protection.regain()
         if slot.is_file:
             self._messages.tell(MessageKind.FILES, directory=self._spill_dir)

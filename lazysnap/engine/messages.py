@@ -1,4 +1,4 @@
-"""All messages of an engine to its user: one table of events, each with its severity, counter and text."""
+"""All messages of an engine to its user: a table of events, each with severity, counter and text."""
 
 import enum
 import logging
@@ -13,17 +13,17 @@ from lazysnap.engine.statistics import Statistics
 logger = logging.getLogger("lazysnap.engine")
 
 SHOWN = logging.INFO + 1
-"""Severity of lines that users see even if they never configured logging."""
+"""Severity of lines that users see without configuring logging."""
 
 
 _FIRST_REMINDER_S = 60.0
-"""Seconds from the first report of a trouble to the second one."""
+"""Seconds from the first report of a problem to the second one."""
 _REMINDER_S = 600.0
-"""Seconds between later ones."""
+"""Seconds between later reports."""
 
 
 class Speaker(enum.Enum):
-    """Ranks that report an event; the others log it as INFO."""
+    """Ranks that report an event; the others log it at INFO."""
 
     EACH = "each rank"
     NODE = "one rank of each node: all of them receive it"
@@ -35,24 +35,25 @@ class MessageRow:
     """One row of the table."""
 
     text: str
-    """The message: what happened, what is lost, what to do; ``%(name)s`` stands for a value that the caller gives."""
+    """The message: what happened, what is lost, what to do. ``%(name)s`` stands for a value of the caller."""
     over: str = ""
-    """The message when this trouble is over; empty if it has none."""
+    """The message when this problem is over; empty if it has none."""
     severity: int = logging.WARNING
     by: Speaker = Speaker.EACH
     counter: str = ""
-    """Field of ``Statistics`` that counts it."""
+    """The field of ``Statistics`` that counts the event."""
     is_lasting: bool = False
-    """True for trouble that lasts. With ``over`` it is reported once, until it is over. Without, it is reported again
-    after a minute, then every ten."""
+    """True for a lasting problem. With ``over`` it is reported once. Without ``over`` it is reported again after a
+    minute, then every ten minutes.
+    """
     of: str = ""
-    """The value that distinguishes the troubles of this row, such as the level."""
+    """The value that distinguishes the problems of this row, such as the level."""
 
 
 class MessageKind(enum.Enum):
     """The table. ``docs/troubleshooting.md`` has an entry for each row."""
 
-    # The start and the end. Lines are composed in ``report``.
+    # The start and the end. ``report`` composes these lines.
     START = MessageRow("%(line)s", severity=SHOWN, by=Speaker.FIRST)
     SIZES = MessageRow(
         "state %(state)s; %(use)s; %(available)s available; %(stored)s", severity=SHOWN, by=Speaker.FIRST
@@ -124,7 +125,7 @@ class MessageKind(enum.Enum):
     )
     IN_GRAPH = MessageRow(
         "an optimizer step is being captured into a graph: hooks do not run when it is replayed, so snapshots are "
-        "torn, and nobody notices, unless you call engine.gate() before every replay()",
+        "torn, without a sign, unless you call engine.gate() before every replay()",
         is_lasting=True,
     )
     SLOW_STATE = MessageRow(
@@ -184,7 +185,7 @@ class MessageKind(enum.Enum):
     )
     UNLINKED = MessageRow(
         "nothing new is stored, or protected on other nodes%(since)s: %(text)s",
-        over="the keepers of all nodes reach each other again: storage and protection go on",
+        over="the keepers of all nodes reach each other again: storage and protection continue",
         by=Speaker.NODE,
     )
     NODE_UNPROTECTED = MessageRow(
@@ -192,7 +193,7 @@ class MessageKind(enum.Enum):
         over="protected against the loss of a node again",
         by=Speaker.NODE,
     )
-    # Going back.
+    # Rollback.
     ROLLED_BACK = MessageRow(
         "rolled back from step %(from_step)d to step %(step)d%(reason)s: restored from %(level)s in %(took)s; the "
         "batches since step %(step)d are skipped",
@@ -209,9 +210,9 @@ class MessageKind(enum.Enum):
 @dataclass
 class _OpenTrouble:
     since_s: float
-    """When it was reported first."""
+    """Time of the first report."""
     next_s: float
-    """When it may be reported again."""
+    """Time of the next report."""
 
 
 class Messages:
@@ -236,10 +237,10 @@ class Messages:
         self._speaks = {Speaker.EACH: True, Speaker.NODE: speaks_for_node, Speaker.FIRST: is_first}
         self._clock = clock
         self._open: dict[tuple[MessageKind, Any], _OpenTrouble] = {}
-        """Trouble that was reported and is not over."""
+        """Problems that were reported and are not over."""
 
     def tell(self, event: MessageKind, **values: Any) -> None:
-        """Count the event, and print it unless its trouble is known."""
+        """Count the event, and print it unless the problem is already reported."""
         row: MessageRow = event.value
         if row.counter:
             count = getattr(self.statistics, row.counter)
@@ -258,7 +259,7 @@ class Messages:
         self._print(row, row.text, {"since": "", **values})
 
     def tell_again(self, event: MessageKind, **values: Any) -> None:
-        """Print trouble again that lasts, if it is time: after a minute, then every ten. Hot."""
+        """Print lasting problems again if it is time: after a minute, then every ten. Hot."""
         row: MessageRow = event.value
         trouble = self._open.get((event, values.get(row.of)))
         now_s = self._clock()
@@ -268,14 +269,14 @@ class Messages:
             self._print(row, row.text, {"since": f" for {minutes:.0f} min", **values})
 
     def tell_over(self, event: MessageKind, **values: Any) -> None:
-        """Print that a trouble is over, if it was reported."""
+        """Print that a problem is over, if it was reported."""
         row: MessageRow = event.value
         trouble = self._open.pop((event, values.get(row.of)), None)
         if trouble is not None:
             self._print(row, row.over, {"seconds": self._clock() - trouble.since_s, **values})
 
     def forget(self, event: MessageKind) -> None:
-        """Note that a trouble is over. Prints nothing."""
+        """Record that a problem is over. Prints nothing."""
         self._open.pop((event, None), None)
 
     def _print(self, row: MessageRow, text: str, values: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The description of a capture: written into the slot before its first byte, later the body of the manifest."""
+"""The metadata of a capture: written into the slot first, and later the body of the manifest."""
 
 import importlib.metadata
 import time
@@ -17,12 +17,12 @@ from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 _LISTING_S = 3.0
-"""Seconds for which a start waits for the names at its levels."""
+"""Seconds that a start waits for the names at its levels."""
 _PACKAGES = ("lazysnap", "torch", "lightning", "pytorch-lightning", "accelerate", "transformers")
 
 
 def package_versions() -> dict[str, str]:
-    """Versions of the packages that had a hand in the state. Blocks: reads their metadata."""
+    """Return the versions of the packages that made the state. Blocks: reads their metadata."""
     versions = {}
     for name in _PACKAGES:
         try:
@@ -34,26 +34,26 @@ def package_versions() -> dict[str, str]:
 
 @dataclass
 class MetaWriter:
-    """Writes the metadata of one run's captures; the keys are those of ``CaptureMeta``."""
+    """Writes the metadata of the captures of one run. ``CaptureMeta`` defines the keys."""
 
     run_id: str
     start: str
     rank: int
     world_size: int
     newest: str = ""
-    """The greatest id at the levels when this was made; empty, if there was none."""
+    """The greatest id at the levels at that time; empty if there was none."""
     parameters: dict[str, list[str]] | None = None
     """See ``names_of_parameters``."""
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
     _written: tuple[dict[str, list[str]], str] | None = field(default=None, init=False, repr=False)
-    """See ``_parameters_text``: the ``parameters`` that it wrote, and the text."""
+    """The last argument and result of ``_parameters_text``."""
 
     @classmethod
     def agreed(cls, world: World, config: SnapshotConfig) -> "MetaWriter":
-        """Return a writer for a run that begins now, with the same ids on all ranks. Collective.
+        """Return a writer for a new run, with the same ids on all ranks. Collective.
 
-        Both ids are greater than those at the levels: a clock may have been set back, and "latest" means the run with
-        the greatest id. Blocks: for other ranks, and at most ``_LISTING_S`` for the names at the levels.
+        Both ids are greater than those at the levels, even if a clock was set back: "latest" means the run with the
+        greatest id. Blocks: for other ranks, and at most ``_LISTING_S`` for the names at the levels.
         Raises: ConfigError, if ranks are configured differently.
         """
 
@@ -77,28 +77,28 @@ class MetaWriter:
         return cls(run_id, start, world.rank, world.size, newest)
 
     def rename(self, run_id: str) -> None:
-        """Let the run that begins now have the id ``run_id``, or a greater one. The same on all ranks."""
+        """Set the id of the new run to ``run_id``, or to a greater one. The same on all ranks."""
         if self.newest:
             run_id = id_after(run_id, self.newest)
         self.run_id = run_id
 
     def begin_after(self, newest_run: str) -> None:
-        """Begin a run that is newer than ``newest_run``. The same on all ranks."""
+        """Begin a run with a greater id than ``newest_run``. The same on all ranks."""
         self.run_id = id_after(self.run_id, newest_run)
 
     def follow(self, newest: str | None) -> None:
-        """Begin another start, later than this one and ``newest``: steps that are passed again are other snapshots than
-        the first. The same on all ranks.
+        """Begin another start, later than this one and ``newest``, so that repeated steps are other snapshots. The same
+        on all ranks.
         """
         self.start = id_after(self.start, max(self.start, newest or ""))
 
     @property
     def start_number(self) -> int:
-        """The id of the start as slots and keepers have it."""
+        """The id of the start in slots and keepers."""
         return int(self.start, 16)
 
     def write(self, step: int, plan: CapturePlan, walked: Walk) -> bytes:
-        """Return the metadata of the capture of ``walked`` at ``step``. Hot: once per boundary."""
+        """Return the metadata of the capture of ``walked`` at ``step``. Hot."""
         fields: dict[str, Any] = {
             "run_id": self.run_id,
             "start": self.start,
@@ -108,12 +108,12 @@ class MetaWriter:
             "captured_ns": time.time_ns(),
             "packages": self._packages,
         }
-        # What grows with the number of tensors is text already: of the plan, of the optimizers, of the walk.
+        # The parts that grow with the number of tensors are encoded already: plan, optimizers, walk.
         text = f'{json_text(fields)[:-1]},{plan.facts_text},{self._parameters_text()}"state":{walked.text}}}'
         return text.encode("utf-8", "surrogatepass")
 
     def _parameters_text(self) -> str:
-        """Return the field ``parameters`` with the comma behind it; empty, if there is none."""
+        """Return the field ``parameters`` with a comma; empty if there is none."""
         if self.parameters is None:
             return ""
         if self._written is None or self._written[0] is not self.parameters:
@@ -124,9 +124,9 @@ class MetaWriter:
 def names_of_parameters(source: StateSource, everything: Walk, messages: Messages) -> dict[str, list[str]] | None:
     """Return the names of each optimizer's parameters, in its order, by the optimizer's path in the state.
 
-    An optimizer's own state knows parameters by number alone.
+    An optimizer's own state only has numbers for parameters.
 
-    Optimizers of which one parameter has no name are left out. Warns of parameters whose values are in no part of the
+    Optimizers of which one parameter has no name are skipped. Warns of parameters whose values are in no part of the
     state.
     """
     names = source.parameter_names()

@@ -2,16 +2,16 @@
 
 ::
 
-    signal      the keeper receives it at once: it stores the newest capture, and tells the other ranks
+    signal      the keeper receives it at once: it stores the newest capture, and informs the other ranks
     boundary    if one comes in time, the newer step is captured, and the training thread stops there
-    sealed      nothing more is captured: the keepers store the newest step that all ranks hold
-    durable     one line names that step, and the step that was running and is lost
+    sealed      captures stop: the keepers store the newest step that all ranks hold
+    durable     one line names that step, and the step in progress, which is lost
     end         at a boundary by an exception in the training thread, else at once, with exit code 143
 
-The next boundary is expected within twice the time of the last step and ``_SLACK_S``, counted from the last boundary;
-it is waited for at most half of ``preemption_timeout_s``. When ``preemption_timeout_s`` is over, the line says what is
-not durable and where it is, and the process ends, whatever hangs. A program that handles the signal itself ends itself:
-the newest capture is stored, and the line says that the training is asked to end.
+The next boundary is expected within twice the time of the last step plus ``_SLACK_S``, counted from the last boundary.
+The wait is at most half of ``preemption_timeout_s``. After ``preemption_timeout_s`` the line says what is not durable
+and where it is, and the process ends in any case. A program that handles the signal ends itself: then the newest
+capture is stored, and the line says that the signal asks the training to end.
 """
 
 import contextlib
@@ -37,23 +37,23 @@ logger = logging.getLogger("lazysnap.engine")
 EXIT_CODE = 128 + signal.SIGTERM
 """The exit code of a training that is preempted."""
 _SLACK_S = 0.5
-"""A step may take so much longer than twice the one before."""
+"""Seconds that a step may take longer than twice the last one."""
 _WRITE_S = 1.0
-"""A line is waited for so long: perhaps nobody reads the stream, or a thread that hangs has its lock."""
+"""Seconds to wait for the output of a line: the stream may block, or a thread that hangs may hold its lock."""
 
 
 @dataclass(frozen=True)
 class RankCaptures:
-    """The captures of one rank at one moment."""
+    """The captures of one rank at one time."""
 
     steps: tuple[int, ...]
     """Steps that are whole in memory, the newest first."""
     durable: tuple[int, str] | None
-    """The newest step of this training that a level is known to have, and the URL of that level."""
+    """The newest step of this training that a level has, and the URL of that level."""
     seen_step: int
-    """The step of the last boundary, or of the snapshot that was resumed."""
+    """The step of the last boundary, or of the resumed snapshot."""
     is_resumed: bool = False
-    """True if the only step is the resumed one, which an earlier start captured."""
+    """True if the only step is the resumed one, from an earlier start."""
 
 
 class _EndedBy(enum.Enum):
@@ -62,19 +62,19 @@ class _EndedBy(enum.Enum):
     PREEMPTION = enum.auto()
     """An exception at the next boundary, or else this module."""
     PROGRAM = enum.auto()
-    """The program, which has a handler of its own."""
+    """The program, with its own handler."""
     CLOSE = enum.auto()
-    """The signal itself, once the training that is being ended has left."""
+    """The signal itself, after the training has started to end."""
 
 
 class Preemption:
-    """Waits for the preemption of one training, and does what follows it, on a thread of its own.
+    """Waits for the preemption of one training and handles it on its own thread.
 
     Example::
 
         preemption = Preemption(config, client, captures, seal)
         preemption.listen()
-        preemption.boundary_passed()  # behind each boundary; raises SystemExit(143) once the training is preempted
+        preemption.boundary_passed()  # after each boundary; raises SystemExit(143) once the training is preempted
         preemption.leave()
     """
 
@@ -85,13 +85,13 @@ class Preemption:
         captures: Callable[[], RankCaptures],
         seal: Callable[[float], None],
     ) -> None:
-        """Nothing happens before ``listen``.
+        """Do nothing before ``listen``.
 
         Args:
             config: settings of the training.
             client: the connection to the keeper.
-            captures: returns what is captured by now. It is called on another thread.
-            seal: lets nothing be captured any more, and waits for copies, at most the given seconds. As ``captures``.
+            captures: returns the captures so far. Called on another thread.
+            seal: stops captures and waits for copies, at most the given seconds. Called on another thread.
         """
         self._config = config
         self._client = client
@@ -106,7 +106,7 @@ class Preemption:
         """Seconds between the last two boundaries."""
         self._last_boundary_s = 0.0
         self._choosing = threading.Lock()
-        """Held by whoever changes what follows: either the signal or the end of the training comes first."""
+        """Protects the fields below: either the signal or the end of the training comes first."""
         self._ending: _EndedBy | None = None
         """None before the signal."""
         self._is_closing = False
@@ -117,21 +117,20 @@ class Preemption:
         self._is_raised = False
         """True once the exception was raised in the training thread."""
         self._stopped = threading.Event()
-        """Set when the training thread waits for the last line: it ends the training then."""
+        """Set when the training thread waits for the last line, and then ends the training."""
         self._reported = threading.Event()
-        """Set when the last line is written."""
+        """Set after the last line is written."""
         self._left = threading.Event()
-        """Set when the training has ended: nothing may end the process for its sake any more."""
+        """Set when the training has ended. From then on preemption may not end the process."""
 
     # The training thread
 
     def listen(self, exception: type[BaseException] = SystemExit, *, overrules_handler: bool = False) -> None:
-        """React to preemption from now on. Idempotent: the first call counts. Does not block.
+        """Handle preemption from now on. Idempotent: the first call counts. Does not block.
 
         Args:
             exception: type that is raised at the last boundary, with the exit code.
-            overrules_handler: a handler of SIGTERM that is there now is called, but does not keep the training from
-                ending.
+            overrules_handler: call the existing handler of SIGTERM, but end the training anyway.
         """
         if self.listens:
             return
@@ -150,11 +149,11 @@ class Preemption:
 
     @property
     def ends_training(self) -> bool:
-        """True if preemption ends this training: the next boundary is the last one."""
+        """True if preemption ends this training at the next boundary."""
         return self._ending is _EndedBy.PREEMPTION
 
     def boundary_passed(self) -> None:
-        """Note the time of a boundary. If the training is preempted, end it as ``end_training``."""
+        """Record the time of a boundary. If the training is preempted, end it as ``end_training``."""
         now_s = time.monotonic()
         self._step_s = now_s - self._last_boundary_s
         self._last_boundary_s = now_s
@@ -163,7 +162,7 @@ class Preemption:
     def end_training(self) -> None:
         """If the training is preempted, block until its newest step is durable, and raise the exception of ``listen``.
 
-        On another thread than the main one, end the process: there an exception would end the thread alone.
+        On another thread than the main one, end the process: an exception would end only the thread.
         """
         if not self.ends_training or self._is_raised:
             return
@@ -174,10 +173,10 @@ class Preemption:
         raise self._exception(EXIT_CODE)
 
     def training_failed(self, error: BaseException | None, *, is_alone: bool) -> None:
-        """The training ends by an error. If it is preempted, block until its newest step is durable.
+        """Handle the end of the training by an error. If it is preempted, block until its newest step is durable.
 
-        With several ranks end the process then: ranks that are gone already make the others fail. A signal from now on
-        is handled as after ``begin_close``.
+        With several ranks then end the process: the error is usually caused by ranks that have ended. A later signal is
+        handled as after ``begin_close``.
         """
         if self.begin_close() or self._is_raised:
             return
@@ -193,7 +192,7 @@ class Preemption:
         self._reported.wait(self._config.preemption_timeout_s + _WRITE_S)
 
     def begin_close(self) -> bool:
-        """The training is being ended: a signal from now on ends the process in ``leave``.
+        """Begin the end of the training: a later signal ends the process in ``leave``.
 
         Returns: False if preemption ends the training already.
         """
@@ -202,9 +201,9 @@ class Preemption:
             return self._ending is not _EndedBy.PREEMPTION
 
     def leave(self) -> None:
-        """The training has ended: put the handlers of signals back. Idempotent. Blocks: an instant.
+        """Finish the end of the training: restore the handlers of signals. Idempotent. Blocks: shortly.
 
-        A signal that came since ``begin_close`` ends the process now, as it would without lazysnap.
+        A signal since ``begin_close`` ends the process now, as it would without lazysnap.
         """
         if self._left.is_set():
             return
@@ -213,13 +212,13 @@ class Preemption:
         number = self._signal
         if self._ending is not _EndedBy.CLOSE or number is None:
             return
-        if signal.getsignal(number) is signal.SIG_DFL:  # else its handler was called already
+        if signal.getsignal(number) is signal.SIG_DFL:  # otherwise its handler was already called
             signal.raise_signal(number)
 
     # The thread of the signals
 
     def _become_preempted(self, number: signal.Signals | None) -> None:
-        """Tell the keeper, wait until the newest step is durable, write the line, and end the process if need be.
+        """Inform the keeper, wait until the newest step is durable, write the line, and end the process if necessary.
 
         Called for each signal. After one that the program handles, another one may end the training.
         """
@@ -227,7 +226,7 @@ class Preemption:
             return
         self._deadline_s = time.monotonic() + self._config.preemption_timeout_s
         if self._ending is not _EndedBy.PROGRAM:
-            with contextlib.suppress(RuntimeError):  # no thread can be started: this one has to do
+            with contextlib.suppress(RuntimeError):  # no new thread can be started
                 threading.Thread(target=self._guard, name="lazysnap-preemption-end", daemon=True).start()
         self._client.preempt()
         is_stored = False
@@ -247,7 +246,7 @@ class Preemption:
             _exit()
 
     def _choose_ending(self, number: signal.Signals | None) -> bool:
-        """Choose what ends the process. Returns: False if there is nothing to be done beyond that."""
+        """Choose what ends the process. Returns: False if nothing else remains to be done."""
         with self._choosing:
             if self._ending in (_EndedBy.PREEMPTION, _EndedBy.CLOSE):
                 return False
@@ -265,14 +264,14 @@ class Preemption:
         return is_new and not self._left.is_set()
 
     def _guard(self) -> None:
-        """End the process when the time is over, whatever hangs, unless the training has ended."""
+        """End the process after the timeout, unless the training has ended."""
         if not self._left.wait(self._remaining_s() + 2 * _WRITE_S):
             _exit()
 
     def _store_newest(self) -> bool:
-        """Block until the newest step that all ranks hold is durable; False if it is not in time.
+        """Block until the newest step that all ranks hold is durable; False after the timeout.
 
-        While the training is being closed, block until that is over.
+        If the training is being closed, block until that is over.
         """
         if self._ending is _EndedBy.CLOSE:
             return self._left.wait(self._remaining_s())
@@ -295,7 +294,7 @@ class Preemption:
             is_first_failing = bool(state.levels) and state.levels[0].is_failing
             if url != self._config.levels[0].url and not (is_first_failing or captures.is_resumed):
                 return False
-            # If other ranks lack the newest step, an older one is the newest that all of them hold.
+            # If other ranks lack the newest step, the newest step of all ranks is an older one.
             is_newest_lost = any(key.step == newest_step for key in state.lost)
             return step >= newest_step or (is_newest_lost and step >= captures.steps[-1])
 
@@ -312,7 +311,7 @@ class Preemption:
         return max(0.0, self._deadline_s - time.monotonic())
 
     def _line(self, *, is_stored: bool) -> str:
-        """Return the last line: the step that was running, the durable one, and what is not durable."""
+        """Return the last line: the step in progress, the durable step, and what is not durable."""
         captures = self._captures()
         cause = "preemption of another rank"
         if self._signal is not None:
@@ -346,12 +345,12 @@ class Preemption:
         if os.getpid() == 1:
             return f"{place}, which ends with this process, number 1 of its container"
         if keeper is not None and self._config.levels:
-            return f"{place}, which goes on storing it"
+            return f"{place}, which keeps storing it"
         return place
 
 
 def _exit() -> NoReturn:
-    """End the process. Nothing else is reliable from here: the main thread may be in a collective."""
+    """End the process. Anything else may fail, since the main thread may be in a collective."""
     try:
         _write_in_time(_flush)
     finally:
@@ -359,7 +358,7 @@ def _exit() -> NoReturn:
 
 
 def _write_in_time(write: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Call ``write`` with the arguments, but wait for it at most ``_WRITE_S``."""
+    """Call ``write`` with the arguments on a thread, and wait at most ``_WRITE_S``."""
     thread = threading.Thread(target=write, args=args, kwargs=kwargs, daemon=True)
     thread.start()
     thread.join(_WRITE_S)

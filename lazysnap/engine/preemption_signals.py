@@ -1,4 +1,4 @@
-"""The signals that say that this process is about to be killed, seen whatever the main thread does."""
+"""Handles preemption signals, also while the main thread is busy."""
 
 import contextlib
 import os
@@ -12,38 +12,39 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _STOP = 0
 _OTHER_RANK = 255
-"""Bytes in the pipe that are no number of a signal."""
+"""Bytes in the pipe that are not signal numbers."""
 _JOIN_S = 5.0
 _installed: "PreemptionSignals | None" = None
-"""The one that handles the signals of this process: the newest."""
+"""The newest instance, which handles the signals of this process."""
 _mask_before_fork = threading.local()
 
 
 class PreemptionSignals:
-    """Reports each preemption signal on a thread of its own, some of them twice.
+    """Reports each preemption signal on its own thread, sometimes twice.
 
     Python's C handler writes the number of a signal into a pipe, the wake-up descriptor, also while the main thread is
-    in a collective. The handler that was there is called on the main thread, between two instructions. A wake-up
-    descriptor of the program stays: then the signal is reported only when that handler is called.
+    in a collective. The previous handler runs on the main thread. A wake-up descriptor of the program is not replaced:
+    then the signal is reported only when the handler runs.
     """
 
     def __init__(self, report: Callable[[signal.Signals | None], None]) -> None:
-        """Nothing happens before ``start``. ``report`` gets the signal; None if another rank got it."""
+        """Do nothing before ``start``. ``report`` gets the signal; None if another rank got it."""
         self._report = report
         self._handlers_before: dict[int, Any] = {}
         self._writer = -1
-        """The end of the pipe that wakes the thread. Signals and other threads may write to it at any moment, so it is
-        closed with this object only."""
+        """The end of the pipe that wakes the thread. Signals and other threads may write to it at any time, so it stays
+        open as long as this object.
+        """
         self._thread: threading.Thread | None = None
         self._is_stopped = False
 
     @property
     def is_installed(self) -> bool:
-        """True if signals are handled. Python can do that on the main thread only."""
+        """True if signals are handled, which Python can do only on the main thread."""
         return bool(self._handlers_before)
 
     def start(self) -> None:
-        """Begin. Signals are handled if this is called on the main thread."""
+        """Start the thread. Handle signals if this is the main thread."""
         reader, self._writer = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self._writer, False)
         for descriptor in (reader, self._writer):
@@ -55,11 +56,11 @@ class PreemptionSignals:
 
     def _install(self) -> None:
         global _installed
-        if _installed is not None:  # of an engine that was left open
+        if _installed is not None:  # of an engine that was not closed
             _installed.uninstall()
         for number in SIGNALS:
             handler = signal.getsignal(number)
-            # A handler that is not Python's, such as that of faulthandler, could not be called, nor put back.
+            # A handler that is not Python's, such as that of faulthandler, could be neither called nor restored.
             is_foreign = not callable(handler) and _is_caught(number)
             if handler is not signal.SIG_IGN and not is_foreign:
                 self._handlers_before[number] = handler
@@ -69,9 +70,9 @@ class PreemptionSignals:
             _installed = self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._is_stopped:  # on another thread, where Python forbids to change handlers
+        if self._is_stopped:  # other threads cannot change handlers in Python
             self.uninstall()
-            if signal.getsignal(number) == self._handle:  # the program saved this one, and set it again after that
+            if signal.getsignal(number) == self._handle:  # the program saved this handler and set it again later
                 signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return
@@ -84,15 +85,15 @@ class PreemptionSignals:
         """Return True if the program handles a signal itself.
 
         Args:
-            number: the signal that came; None if another rank got it: then it is about SIGTERM, which has not come.
-            except_older_one: a handler of SIGTERM that was there before this one does not count.
+            number: the received signal; None if another rank got it, which counts as SIGTERM.
+            except_older_one: ignore a handler of SIGTERM that is older than this one.
         """
         expected = number or signal.SIGTERM
         handler = signal.getsignal(expected)
         if handler == self._handle:
             is_counted = not (except_older_one and expected == signal.SIGTERM)
             return is_counted and callable(self._handlers_before.get(expected))
-        # What came had a handler. One for a single time has put the default back by now.
+        # The received signal had a handler. A one-time handler has restored the default by now.
         return number is not None or callable(handler)
 
     def report_other_rank(self) -> None:
@@ -100,11 +101,11 @@ class PreemptionSignals:
         self._write(_OTHER_RANK)
 
     def _write(self, byte: int) -> None:
-        with contextlib.suppress(OSError):  # it is full: there is something to read
+        with contextlib.suppress(OSError):  # it is full, so the thread will wake anyway
             os.write(self._writer, bytes([byte]))
 
     def _read(self, reader: int) -> None:
-        """Report ``SIGNALS``. Other signals that the program handles come through the pipe, too."""
+        """Report ``SIGNALS``. The pipe gets other signals of the program, too."""
         byte = _OTHER_RANK
         while byte != _STOP:
             byte = os.read(reader, 1)[0]
@@ -114,7 +115,7 @@ class PreemptionSignals:
                 self._report(signal.Signals(byte))
 
     def stop(self) -> None:
-        """Put the handlers back, and end the thread. Idempotent. Blocks: an instant."""
+        """Restore the handlers, and end the thread. Idempotent. Blocks: shortly."""
         self._is_stopped = True
         is_main = threading.current_thread() is threading.main_thread()
         if self._thread is None or (self.is_installed and not is_main):
@@ -124,7 +125,7 @@ class PreemptionSignals:
         self._thread.join(_JOIN_S)
 
     def uninstall(self) -> None:
-        """Put the handlers back that were there before. On the main thread."""
+        """Restore the previous handlers. On the main thread."""
         global _installed
         for number, handler in self._handlers_before.items():
             if signal.getsignal(number) == self._handle:
@@ -139,14 +140,14 @@ class PreemptionSignals:
 
 
 def _set_wakeup_fd_back(descriptor: int) -> None:
-    """Set the wake-up descriptor of the program again, if it has one, and has not closed it meanwhile."""
+    """Restore the wake-up descriptor of the program, if it has one and did not close it."""
     if descriptor >= 0:
         with contextlib.suppress(OSError, ValueError):
             signal.set_wakeup_fd(descriptor)
 
 
 def _is_caught(number: signal.Signals) -> bool:
-    """True if this process has a handler for that signal, of Python or not."""
+    """True if this process has a handler for that signal, in Python or not."""
     with contextlib.suppress(OSError), open("/proc/self/status") as lines:
         for line in lines:
             if line.startswith("SigCgt:"):
@@ -155,7 +156,7 @@ def _is_caught(number: signal.Signals) -> bool:
 
 
 def _before_fork() -> None:
-    """Let a signal to the child wait until the child has its own handlers: those of the parent write to its pipe."""
+    """Block signals to the child until it has its own handlers: those of the parent write to its pipe."""
     _mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 

@@ -1,27 +1,31 @@
-"""The memory that outlives the training process: what the user reads while no capture goes there."""
+"""Reports to the user whether captures go into memory that outlives the training process."""
 
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import NO_MEMORY
 
 
 class Protection:
-    """Used on the training thread. PROTECTED (``cause`` is ``None``) -> UNPROTECTED (``lose``) -> PROTECTED again."""
+    """Protection of this training. Used on the training thread.
+
+    PROTECTED (``cause`` is ``None``) -> UNPROTECTED (``lose``) -> PROTECTED again.
+    """
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
         self._statistics = messages.statistics
         self.cause: str | None = None
-        """Why nothing can be captured into memory; ``None`` if it can, or it is not known yet. It stays until the next
-        capture begins."""
+        """The reason why memory is unavailable; ``None`` if it is available or not known yet. Stays until the next
+        capture begins.
+        """
         self._last = ""
-        """The last cause; for the end."""
+        """The last cause, for the message at the end."""
 
     def lose(self, cause: str, *, is_reported: bool = False) -> None:
-        """Become UNPROTECTED. Warns, unless that is known already.
+        """Become UNPROTECTED. Warns, unless that was already reported.
 
         Args:
-            cause: why there is no memory.
-            is_reported: True if training ends with an error that says so: the user reads it anyway.
+            cause: the reason why memory is unavailable.
+            is_reported: True if training ends with an error that contains the cause.
         """
         is_new = self.cause is None
         self.cause = cause
@@ -30,12 +34,12 @@ class Protection:
             self._messages.tell(MessageKind.NO_MEMORY, text=cause, lost=self.what_is_lost())
 
     def regain(self) -> None:
-        """Become PROTECTED: captures are in memory again."""
+        """Become PROTECTED: captures go into memory again."""
         self.cause = None
         self._messages.tell_over(MessageKind.NO_MEMORY)
 
     def remind(self) -> None:
-        """Warn again, rarely, while training goes on without memory. Called at a boundary."""
+        """Repeat the warning, rarely, while training continues without memory. Called at a boundary."""
         self._messages.tell_again(MessageKind.NO_MEMORY, text=self.cause, lost=self.what_is_lost())
 
     def sum_up(self) -> None:
@@ -49,7 +53,7 @@ class Protection:
         self._messages.tell(MessageKind.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last, stored=stored)
 
     def what_is_lost(self) -> str:
-        """Return, for a message, what a crash loses as long as there is no memory."""
+        """Return, for a message, what a crash loses while memory is unavailable."""
         newest = max(self._statistics.last_durable_step.values(), default=None)
         since = "the start of this training"
         if newest is not None:

@@ -1,4 +1,4 @@
-"""The work of a boundary that is captured: collect the state, plan, choose a slot, begin the capture."""
+"""The capture at a boundary: collect the state, plan, choose a slot, begin the copies."""
 
 import logging
 import time
@@ -25,11 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 class Recorder:
-    """Begins captures; all on the training thread, and under the engine's lock.
+    """Begins captures. Used on the training thread, under the engine's lock.
 
-    A capture needs a plan, metadata and a slot, in this order. Here are the order, the steps that were captured or left
-    out, and what was asked of the next capture. How each of the three is made is decided in ``LocalState``,
-    ``MetaWriter`` and ``Memory``.
+    A capture needs a plan, metadata and a slot, in this order. ``LocalState``, ``MetaWriter`` and ``Memory`` make them.
+    This class keeps the captured and skipped steps, and the requests for the next capture.
     """
 
     def __init__(
@@ -51,31 +50,31 @@ class Recorder:
         self.captures = self.memory.captures
         self.check = self.memory.check
         self._is_settled = False
-        """True if no later restart of this run is to train a step again, to prove itself."""
+        """True if no later restart of this run is to repeat a step as a check."""
         self.meta = MetaWriter.agreed(world, config)
         self._state = LocalState(source, world, messages)
         self._plan: CapturePlan | None = None
-        """The plan of the last capture. It holds as long as the structure of the state stays."""
+        """The plan of the last capture. It is valid as long as the structure of the state stays the same."""
         self._resumed_step: int | None = None
         self.seen_step: int | None = None
         """The step of the last boundary, or of the snapshot that was resumed."""
         self._skipped: tuple[int | None, str] | None = None
-        """The step that was left out since the newest capture began, and why."""
+        """The step that was skipped since the newest capture, and the reason."""
         self._unprepared_since_s: float | None = None
-        """The time since which steps are skipped because memory is being prepared; ``None`` while they are not."""
+        """The time since when steps are skipped because memory is being prepared, if they are."""
         self.encoded_once = False
-        """True once the state could be captured: an error in a later boundary costs that snapshot alone."""
+        """True after the first successful capture. Later errors only drop a snapshot."""
         self.is_sealed = False
-        """True if nothing is captured any more, though training may go on for a moment. Set by other threads."""
+        """True if captures have stopped, though training may continue for a moment. Set by other threads."""
         self.stores_next = False
-        """True if every level must store the next capture, due there or not."""
+        """True if every level must store the next capture, due or not."""
         self._names_for_next: dict[str, int | None] = {}
-        """Names for the capture of the next boundary, and the step of that boundary; None until it comes."""
+        """Names for the capture of the next boundary, and the step of that boundary once it is known."""
 
     # Steps
 
     def resume(self, snapshot: Snapshot) -> None:
-        """The state of ``snapshot`` is loaded."""
+        """Continue from ``snapshot``, whose state was loaded."""
         step = snapshot.step
         self.check.cancel()
         self._is_settled = snapshot.is_settled
@@ -86,12 +85,12 @@ class Recorder:
         self._leave_past(step, "went back")
 
     def begin_again(self) -> None:
-        """The loop began again at an earlier step: what was captured until now is of another start."""
+        """Begin another start: the loop continues at an earlier step."""
         self.check.cancel()
         self._leave_past(None, "began again")
 
     def _leave_past(self, resumed_step: int | None, did: str) -> None:
-        """No capture until now counts any more. ``did``: see ``_lose_names_for_next``."""
+        """Forget all captures so far. ``did``: see ``_lose_names_for_next``."""
         self._resumed_step = resumed_step
         self._skipped = None
         self._lose_names_for_next(did)
@@ -99,13 +98,13 @@ class Recorder:
         self.memory.is_awaited = True
 
     def go_back(self, step: int) -> None:
-        """The state of ``step``, the newest that was captured, was loaded in place: training stands there again."""
+        """Continue from ``step``, the newest captured one, which was loaded in place."""
         self.check.cancel()
         self.seen_step = step
 
     @property
     def last_step(self) -> int | None:
-        """The step of the last capture, or of the snapshot that was resumed from."""
+        """The step of the last capture, or of the resumed snapshot."""
         newest = self.captures.newest
         if newest is None:
             return self._resumed_step
@@ -113,7 +112,7 @@ class Recorder:
 
     @property
     def last_due(self) -> int | None:
-        """The step of the last boundary that was due, captured or not, since the last resume."""
+        """The step of the last due boundary since the last resume, captured or not."""
         if self._skipped is not None:
             step, _ = self._skipped
             return step
@@ -124,7 +123,7 @@ class Recorder:
 
     @property
     def may_retry(self) -> bool:
-        """True if the last boundary that was due was left out for want of memory that may come."""
+        """True if the last due boundary was skipped because memory is not ready yet."""
         if self._skipped is None or self.memory.protection.cause is not None:
             return False
         _, reason = self._skipped
@@ -133,7 +132,8 @@ class Recorder:
     # At a boundary
 
     def pass_boundary(self, step: int) -> None:
-        """Note that training passed ``step``, here and in memory: so the keeper knows how many steps a death lost.
+        """Record that training passed ``step``, here and in memory, so that the keeper knows how many steps a crash
+        lost.
 
         A name of an earlier boundary that was not captured is lost: no other snapshot gets it.
         """
@@ -152,27 +152,27 @@ class Recorder:
         """True if the boundary after ``step`` is to be captured."""
         if step == self.last_step:
             return False
-        # Of the step, and of calls that all ranks make alike (``force``, ``keep``): so all ranks answer alike. The
+        # This depends only on the step and on calls that all ranks make (``force``, ``keep``), so all ranks agree. The
         # first boundary shows whether the state can be captured at all.
         is_first = self.last_step is None
         return is_first or step % self._config.every_n_steps == 0 or force or bool(self._names_for_next)
 
     def begin(self, step: int) -> bool:
-        """Begin the capture; ``False``, and the reason counted, if it cannot be.
+        """Begin a capture. Returns: False, after counting the reason, if that is impossible.
 
-        Blocks: the first one until its memory is there, at most ``io_timeout_s``.
-        Raises: StateError; JobBusy; whatever a capture meets.
+        Blocks: the first one until it has a slot, at most ``io_timeout_s``. Raises: StateError; JobBusy; errors of the
+        program's own code.
         """
         try:
             reason = self._begin(step)
         finally:
-            self.memory.is_awaited = False  # no capture waits after such a wait has failed
+            self.memory.is_awaited = False  # after a failed wait no capture waits
         if reason:
             self.skip(reason)
         return not reason
 
     def _begin(self, step: int) -> str:
-        """Begin the capture. Returns: why it cannot be; empty if it began."""
+        """Begin a capture. Returns: the reason why it is impossible; empty if it began."""
         reason = self._reason_not_to_collect()
         if reason:
             return reason
@@ -184,20 +184,20 @@ class Recorder:
         slot = self.memory.slot_for(plan.layout.size_bytes, len(meta))
         if slot is None:
             return self.memory.why_no_slot()
-        if self.is_sealed:  # also while the state was collected
+        if self.is_sealed:  # may change while the state is collected
             return "training was ending"
         self._start(Capture(plan, slot, step, part.tensors, sequence=self._client.next_sequence()), meta)
         return ""
 
     def _reason_not_to_collect(self) -> str:
-        """Return why there is no use in collecting the state; empty if there is. Looks for a keeper if need be."""
+        """Return the reason not to collect the state; empty if there is none. Reconnects to a keeper if necessary."""
         if not self.captures.wait_released(self._config.io_timeout_s):
             return "an earlier copy hung"
         self.count_ended()
         if self.memory.is_missing:
             self.memory.retry()
-            # The first boundary raises what no snapshot can hold; and with several ranks a walk may end in a
-            # collective, which all of them take at the same steps.
+            # The first boundary must raise for values that no snapshot can hold. With several ranks the walk may be
+            # collective, and all ranks call it at the same steps.
             if self.encoded_once and self._world.is_alone:
                 self.memory.protection.remind()
                 return NO_MEMORY
@@ -209,7 +209,7 @@ class Recorder:
         return ""
 
     def _plan_for(self, part: Walk, everything: Walk) -> CapturePlan:
-        """Return the plan for a capture of ``part``: that of the last capture, unless the state changed its structure.
+        """Return the plan for a capture of ``part``: the last plan, unless the structure of the state changed.
 
         Raises: StateError.
         """
@@ -217,7 +217,7 @@ class Recorder:
             cause = self._plan.mismatch(part, optimizer_signature(self._source))
             if cause is None:
                 return self._plan
-            # Loading a checkpoint does this, too: nothing is lost, and the next step is captured as any other.
+            # Loading a checkpoint causes this, too. Nothing is lost.
             logger.info("the capture plan is made anew: %s", cause)
         check_walk(everything)
         self.meta.parameters = names_of_parameters(self._source, everything, self.messages)
@@ -225,7 +225,7 @@ class Recorder:
         return self._plan
 
     def forget_plan(self) -> None:
-        """Drop the plan: ranks share less of the state than before, or nothing is captured any more."""
+        """Drop the plan: ranks share less of the state than before, or captures have stopped."""
         self._plan = None
         self._state.forget_partition()
 
@@ -253,12 +253,12 @@ class Recorder:
         self._become_prepared()
         if self._skipped is not None:
             skipped_step, reason = self._skipped
-            if skipped_step == step:  # tried again, with success
+            if skipped_step == step:  # the retry succeeded
                 self._statistics.skipped -= Counter([reason])
         self._skipped = None
 
     def _require_begun(self, step: int) -> None:
-        """Ask the keeper for what this capture is to get: storage, and the names that wait for it."""
+        """Request storage for this capture, and the names that wait for it."""
         if self.stores_next:
             self.stores_next = False
             self._client.require(step)
@@ -267,13 +267,13 @@ class Recorder:
         self._names_for_next = {}
 
     def settle(self) -> None:
-        """Let a restart resume exactly the newest capture: it was asked for, or training ends there."""
+        """Make a restart resume exactly the newest capture: it was requested, or training ends with it."""
         newest = self.captures.newest
         if newest is not None and newest.is_in_slot:
             newest.slot.allow_repeat(is_repeatable=False)
 
     def skip(self, reason: str) -> None:
-        """Count a boundary that began no capture; once, however often it is tried."""
+        """Count a boundary that began no capture, once, even if it is retried."""
         if reason != NO_SLOTS:
             self._become_prepared()
         elif self._unprepared_since_s is None:
@@ -283,19 +283,19 @@ class Recorder:
             self._statistics.skipped[reason] += 1
 
     def _become_prepared(self) -> None:
-        """Steps are not skipped for want of slots any more: one was captured, or there is another reason."""
+        """End the time of skipped steps: one was captured, or there is another reason."""
         self.count_preparation()
         self._unprepared_since_s = None
 
     def count_preparation(self) -> None:
-        """Count the time up to now, if steps are skipped because memory is being prepared."""
+        """Count the time until now, if steps are skipped because memory is being prepared."""
         if self._unprepared_since_s is not None:
             now_s = time.monotonic()
             self._statistics.preparation_s += now_s - self._unprepared_since_s
             self._unprepared_since_s = now_s
 
     def report_sizes(self) -> None:
-        """Print what captures take, once there is a plan. Blocks, and raises: as ``Memory.report_sizes``."""
+        """Print the memory of captures, once there is a plan. Blocks, and raises: as ``Memory.report_sizes``."""
         if self._plan is not None:
             self.memory.report_sizes(self._plan.layout.size_bytes)
 
@@ -309,7 +309,7 @@ class Recorder:
         self._statistics.device_wait_s += self.captures.take_device_wait_s()
 
     def _count_ended(self, capture: Capture) -> None:
-        """A capture into memory is over: count it, and say so if it was dropped."""
+        """Count a finished capture, and report it if it was dropped."""
         statistics = self._statistics
         if capture.phase is CapturePhase.WHOLE:
             statistics.whole += 1
@@ -323,9 +323,10 @@ class Recorder:
     # Names
 
     def keep(self, name: str, *, is_over: bool) -> int:
-        """Name the capture of the last boundary, or else that of the next; its step (of the next: the least).
+        """Name the capture of the last boundary, or else of the next one. Returns: its step, or the smallest possible
+        one.
 
-        ``is_over``: the step of the last boundary is the present one.
+        ``is_over``: the step of the last boundary is the current one.
         """
         step = self.step_to_name(is_over=is_over)
         if step == self.seen_step:
@@ -342,7 +343,7 @@ class Recorder:
         return (self.seen_step or 0) + 1
 
     def names(self, stored_names: set[str]) -> set[str]:
-        """Return the names that snapshots of the run have, or are to get. ``stored_names``: at the first level."""
+        """Return the names that snapshots of the run have or will get. ``stored_names``: at the first level."""
         return self.memory.events.names(stored_names) | set(self._names_for_next)
 
     def _give_name(self, name: str, step: int) -> None:
@@ -351,7 +352,7 @@ class Recorder:
         self.memory.events.name_given(name, step)
 
     def release(self, name: str) -> None:
-        """Take the name from every snapshot of the run."""
+        """Remove the name from every snapshot of the run."""
         self._names_for_next.pop(name, None)
         self._client.release(name)
         self.memory.events.name_released(name)
@@ -362,7 +363,7 @@ class Recorder:
         self._names_for_next = {}
 
     def end_names(self) -> None:
-        """Nothing is captured any more: the names that wait for a capture are lost."""
+        """Report names that wait for a capture as lost: captures have stopped."""
         self._lose_names_for_next("ended")
 
 

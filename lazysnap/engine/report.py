@@ -1,4 +1,4 @@
-"""The lines about a run: its start, the memory it takes, and the captured and stored steps at its end."""
+"""Composes the lines about a run: its start, its memory, and the captured and stored steps at its end."""
 
 import enum
 from collections.abc import Iterable, Sequence
@@ -13,40 +13,40 @@ from lazysnap.resolver import MEMORY, PARITY
 from lazysnap.restore.snapshot import Absence, Snapshot
 
 RUN_DIGITS = 8
-"""Digits of a run's id that are shown; commands take the first digits of an id."""
+"""Digits of a run id in messages. Commands accept the first digits of an id."""
 _MOST_STEPS = 5
 _LONGEST_TEXT = 200
-"""Characters of an exception's message that are shown."""
+"""Shown characters of an exception's message."""
 _INTERRUPTIONS = ("KeyboardInterrupt", "SystemExit", "SIGTERMException")
-"""Exceptions that end a training from outside, or by its own decision."""
+"""Exceptions that end a training from outside or deliberately."""
 
 
 class EndKind(enum.Enum):
-    """The kinds of an engine's end, which decide about its memory."""
+    """The ways in which an engine ends, which decide about its memory."""
 
     CLOSED = "closed"
-    """The keeper stores what it has not stored yet, then it frees the memory."""
+    """The keeper stores the rest, then it frees the memory."""
     LINGERING = "lingering"
-    """Not everything was made durable: the keeper keeps the memory for a restart."""
+    """Not everything is durable: the keeper keeps the memory for a restart."""
     ABANDONED = "abandoned"
-    """Left as after a crash: the same, and nobody waited for storage."""
+    """Abandoned, as after a crash: the same, without waiting for storage."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """The start of a training: the snapshot that it resumed."""
+    """The resumed snapshot at the start of a training."""
 
     step: int
     in_memory: bool
-    """True if all of this rank's part came from memory, of this node or others."""
+    """True if this rank's part came completely from memory, of this node or others."""
     only_in_memory: bool
-    """True if no level had it then, though there are levels. False for an older snapshot that was chosen."""
+    """True if no level had it then. False without levels, or for a chosen older snapshot."""
     durable_at: str | None = None
-    """The URL of a level that had it complete then. What a rank read from a level may be a part of it."""
+    """The URL of a level where it was complete then. A rank may have read only a part of it from there."""
     start: int = 0
-    """Id of the start that captured it."""
+    """The id of the start that captured it."""
     newest_step: int = 0
-    """The newest step that was there: the one after ``step`` if that is trained again, else ``step``."""
+    """The newest existing step: the one after ``step`` if that is repeated, else ``step``."""
 
     @classmethod
     def of(cls, snapshot: Snapshot, *, has_levels: bool) -> "Resumed":
@@ -65,15 +65,15 @@ class EndFacts:
     config: SnapshotConfig
     ranks: int = 1
     untrained: Resumed | None = None
-    """The snapshot that was resumed, if no step came after it."""
+    """The resumed snapshot, if no step came after it."""
     is_finished: bool = False
-    """True if it is known, and was reported, that nothing was left to train after ``untrained``."""
+    """True if it was reported that nothing was left to train after ``untrained``."""
     failing: Sequence[str] = ()
-    """URLs of the levels that fail: a message has said why."""
+    """URLs of failing levels, which earlier messages explained."""
     error: BaseException | None = None
     """The exception that ended the training."""
     step: int = 0
-    """The step that was in progress."""
+    """The step in progress."""
     durable: int | None = None
     """The newest step of this training that a level has."""
     in_memory: int | None = None
@@ -89,7 +89,9 @@ class EndFacts:
 
 
 def resumed(snapshot: Snapshot, now_ns: int, position: str, seconds: float) -> str:
-    """The line for a restart. ``position``: where in the data it goes on; ``seconds``: what the restore took in all."""
+    """Return the line for a restart. ``position``: the position in the data; ``seconds``: the duration of the
+    restore.
+    """
     at = ""
     if position:
         at = f" ({position})"
@@ -103,7 +105,7 @@ def resumed(snapshot: Snapshot, now_ns: int, position: str, seconds: float) -> s
 
 
 def loaded(snapshot: Snapshot, now_ns: int) -> str:
-    """The line for weights that are only read, for an evaluation."""
+    """Return the line for weights that are only read, for an evaluation."""
     return (
         f"loaded the weights of step {snapshot.step} of run {_run(snapshot)} from {source_of(snapshot)}: "
         f"{_age(snapshot, now_ns)}read in {duration(snapshot.seconds)}"
@@ -111,8 +113,10 @@ def loaded(snapshot: Snapshot, now_ns: int) -> str:
 
 
 def fresh(absence: Absence | None, *, how: str = 'engine.restore("latest")', step: int = 0) -> str:
-    """The line for a start without a snapshot. ``absence``: why there was none; ``None``, if none was asked for, which
-    is done by ``how``. ``step``: where training starts.
+    """Return the line for a start without a snapshot.
+
+    ``absence``: the reason why there was none; ``None`` if no restart was requested, which ``how`` would do. ``step``:
+    where training starts.
     """
     if absence is None:
         start = "starting fresh"
@@ -145,7 +149,7 @@ def _why_absent(absence: Absence) -> str:
 
 
 def places(urls: Iterable[str]) -> str:
-    """Return the text of all places that are searched for snapshots."""
+    """Return the text for all searched places."""
     text = "in memory"
     for url in urls:
         text += f" or at {url}"
@@ -153,7 +157,7 @@ def places(urls: Iterable[str]) -> str:
 
 
 def from_checkpoint(path: str) -> str:
-    """The line for a start from a checkpoint of the framework."""
+    """Return the line for a start from a checkpoint of the framework."""
     return f"starting a new run from the checkpoint {path}, which is not a snapshot of lazysnap"
 
 
@@ -162,14 +166,14 @@ def _run(snapshot: Snapshot) -> str:
 
 
 def source_of(snapshot: Snapshot) -> str:
-    """Return the text of the place from which a snapshot was read."""
+    """Return the text for the place from which a snapshot was read."""
     if snapshot.level == PARITY:
         return "parity in the memory of other nodes"
     return snapshot.level
 
 
 def _age(snapshot: Snapshot, now_ns: int) -> str:
-    """Return the text about the time since the capture; empty if clocks contradict each other."""
+    """Return the text for the time since the capture; empty if clocks contradict each other."""
     if snapshot.captured_ns is None:
         return ""
     end = snapshot.end
@@ -183,10 +187,9 @@ def _age(snapshot: Snapshot, now_ns: int) -> str:
 
 
 def _lost(boundaries: int) -> str:
-    """Say what a restart trains again. ``boundaries``: those that training passed after the capture.
+    """Return the text for the lost steps. ``boundaries``: number of boundaries after the capture.
 
-    The step that was running when training ended may have been trained nearly to its end: it is lost as well. "At
-    most", since a training that was over had none.
+    The step in progress is lost, too. "At most", because a training that was over had none.
     """
     if boundaries < 0:
         return ""
@@ -275,7 +278,7 @@ def _sums(statistics: Statistics, end: EndFacts) -> str:
 
 
 def _uncaptured(statistics: Statistics) -> dict[str, int]:
-    """Return how many steps that were due are not captured, by reason."""
+    """Return the number of due steps that were not captured, by reason."""
     counts = dict(sorted(statistics.skipped.items()))
     counts["the state changed while it was copied"] = statistics.torn
     counts["the copy failed"] = statistics.failed
@@ -308,7 +311,7 @@ def _untrained(resumed: Resumed, end: EndFacts) -> list[str]:
 
 
 def _failed(error: BaseException, end: EndFacts) -> str:
-    """Return the line that names the exception which ended a training, and what of the training is left."""
+    """Return the line that names the exception which ended a training, and what a restart finds."""
     kind = type(error).__name__
     text = " ".join(str(error).split())
     if len(text) > _LONGEST_TEXT:
@@ -323,7 +326,7 @@ def _failed(error: BaseException, end: EndFacts) -> str:
 
 
 def _left(end: EndFacts) -> str:
-    """Return what a restart finds, in words."""
+    """Return the text for what a restart finds."""
     if end.durable is not None:
         stored = f"step {end.durable} is durable"
         if end.in_memory is None or end.in_memory <= end.durable:
@@ -343,7 +346,7 @@ def _left(end: EndFacts) -> str:
 def not_durable(statistics: Statistics, end: EndFacts) -> dict[str, str]:
     """Return the values of the warning that the newest capture is not stored at every level.
 
-    Empty, if it is or if there is none, and after a crash, for which memory is there.
+    Empty without a capture, if it is stored, and after a crash, when memory has it.
     """
     if end.ending is EndKind.ABANDONED:
         return {}
@@ -377,7 +380,7 @@ def _waited(end: EndFacts, missing: Sequence[str]) -> str:
 
 def _fate(end: EndFacts) -> str:
     if end.ending is EndKind.CLOSED:
-        return "its keeper goes on storing it"
+        return "its keeper keeps storing it"
     resumable = "it"
     if end.ranks > 1:
         resumable = "the newest step that all ranks have"
@@ -386,7 +389,7 @@ def _fate(end: EndFacts) -> str:
 
 
 def _s(count: int) -> str:
-    """Return the ending of a noun that so many are counted of."""
+    """Return the plural ending of a noun."""
     if count == 1:
         return ""
     return "s"

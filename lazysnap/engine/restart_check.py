@@ -1,7 +1,7 @@
-"""The check of a restart: a step that is trained again is compared with the capture of it that memory has.
+"""The check of a restart: compares a repeated step with its earlier capture in memory.
 
-What no snapshot holds cannot be compared, but what it changes can: a batch that the program fetched ahead, a generator
-that is not part of the state. docs/architecture.md has the argument why the check loses nothing.
+State outside the snapshot cannot be compared, but its effect on the step can: a batch that the program fetched ahead, a
+generator that is not part of the state. docs/architecture.md explains why the check loses nothing.
 """
 
 import ctypes
@@ -32,18 +32,19 @@ from lazysnap.shard.manifest import TAG, CaptureMeta
 logger = logging.getLogger("lazysnap.engine")
 
 _DEADLINE_S = 60.0
-"""Seconds that the copy of the repeated step and the comparison may take together."""
+"""Seconds for the copy of the repeated step and the comparison together."""
 _PIECE_BYTES = 16 << 20
-"""Bytes that are compared between two looks at the clock."""
+"""Bytes that are compared between two checks of the deadline."""
 _ELEMENTS = 1 << 15
-"""Elements of a difference that are worked out at a time: torch uses one thread for so many."""
+"""Elements of a difference that are computed at a time: torch uses one thread for so many."""
 _MOST_NAMED = 3
 _ROUNDING = 1e-3
-"""Largest relative difference in one step that kernels with another order of sums make."""
+"""Largest relative difference of one step that another order of sums in kernels causes."""
 
 _GENERATORS = "owned"
-"""Key of the generators that loaders and samplers own, as ``data.streams`` collects them. A sampler makes some at its
-first iteration, so one of two captures may lack them: those that both have are compared."""
+"""Key of the generators of loaders and samplers, as in ``data.streams``. A sampler makes some at its first iteration,
+so only generators that both captures have are compared.
+"""
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
@@ -51,18 +52,18 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between a step that was trained again and its capture. Empty: they are identical, bit for bit."""
+    """The difference between a repeated step and its earlier capture. Empty: they are identical, bit for bit."""
 
     entries: tuple[str, ...] = ()
-    """Names of differing entries of the small state, and of tensors that only the one or the other has."""
+    """Names of differing entries of the small state, and of tensors that only one of the two has."""
     tensors: tuple[str, ...] = ()
-    """Names of differing tensors; once ``ratios`` is known, the largest difference first."""
+    """Names of differing tensors; the largest difference first if ``ratios`` is known."""
     ratios: tuple[float, ...] = ()
-    """The largest difference in each of ``tensors``, as a part of its largest value. Empty: not worked out."""
+    """The largest difference in each of ``tensors``, relative to its largest value. Empty if not computed."""
 
     @property
     def text(self) -> str:
-        """Return what differs, in words; empty if nothing does."""
+        """Return a text with the differences; empty if there are none."""
         parts = []
         if self.entries:
             parts.append(f"small state: {_named(self.entries)}")
@@ -75,7 +76,7 @@ class Difference:
 
     @property
     def usual_cause(self) -> str:
-        """Return what such a difference usually means."""
+        """Return the usual cause of such a difference."""
         if self.entries and not self.tensors and all(name.startswith("callbacks.") for name in self.entries):
             return (
                 "a callback that does not load its whole state: a ModelCheckpoint without dirpath writes to another "
@@ -93,8 +94,8 @@ class Difference:
 class RestartCheck:
     """Compares one step of a restart with the capture of an earlier start. Used on the training thread.
 
-    IDLE -> AWAITING (``begin``) -> COMPARING (``compare``), and from any to IDLE (``cancel``, ``report``). Until it is
-    IDLE again the slots that it reads are not written over.
+    IDLE -> AWAITING (``begin``) -> COMPARING (``compare``), and from any to IDLE (``cancel``, ``report``). The slots
+    that it reads are not overwritten until it is IDLE again.
     """
 
     def __init__(self, client: KeeperClient, messages: Messages, clocks: tuple[str, ...]) -> None:
@@ -103,14 +104,14 @@ class RestartCheck:
         self._messages = messages
         self._clocks = clocks
         self.step: int | None = None
-        """The step that this start trains again; it stays when the check is over."""
+        """The step that this start repeats; it stays after the check."""
         self._expected: TrainerSlot | None = None
         """The slot with the capture of the earlier start; ``None`` while IDLE."""
         self._comparison: _Comparison | None = None
         """Not ``None`` while COMPARING."""
 
     def begin(self, key: SnapshotKey) -> None:
-        """Await the step of a capture in memory, and let no later restart train it again."""
+        """Wait for the repetition of a captured step, and let no later restart repeat it."""
         self.cancel()
         for slot in self._client.mapped():
             view = slot.view()
@@ -121,7 +122,7 @@ class RestartCheck:
         faults.point("engine.check_begun")
 
     def compare(self, capture: Capture) -> None:
-        """A capture began: if it is of the awaited step, compare it beside training once it is whole."""
+        """Compare a new capture, if it is of the awaited step, in the background once it is whole."""
         if self._expected is None or self._comparison is not None:
             return
         if capture.step != self.step:
@@ -136,7 +137,7 @@ class RestartCheck:
             self._comparison = comparison
 
     def uses(self, slot: TrainerSlot) -> bool:
-        """Return True if the slot holds what is, or will be, compared."""
+        """Return True if the slot is being compared, or will be."""
         if self._expected is None:
             return False
         return slot is self._expected or (self._comparison is not None and slot is self._comparison.capture.slot)
@@ -159,7 +160,9 @@ class RestartCheck:
             self._end(MessageKind.RESTART_EXACT)
 
     def give_up(self) -> bool:
-        """End a comparison, since a capture needs a slot, and report what is known. Returns: True if there was one."""
+        """End a comparison because a capture needs a slot, and report the result so far. Returns: True if there was
+        one.
+        """
         comparison = self._comparison
         if comparison is None:
             return False
@@ -168,13 +171,13 @@ class RestartCheck:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Block until a comparison under way is over, at most ``timeout_s``, and report it."""
+        """Block until a running comparison is over, at most ``timeout_s``, and report it."""
         if self._comparison is not None:
             self._comparison.join(timeout_s)
             self.report()
 
     def cancel(self) -> None:
-        """Compare nothing any more: training continues from another state, or ends."""
+        """Cancel the check: training continues from another state, or ends."""
         if self._comparison is not None:
             self._comparison.is_cancelled = True
         self._comparison = None
@@ -188,7 +191,7 @@ class RestartCheck:
 
 
 class _Comparison(threading.Thread):
-    """Compares two slots beside training. Nothing that fails here reaches training."""
+    """Compares two slots in the background. Its errors do not reach training."""
 
     def __init__(self, expected: TrainerSlot, capture: Capture, clocks: tuple[str, ...]) -> None:
         super().__init__(name="lazysnap-restart-check", daemon=True)
@@ -198,9 +201,9 @@ class _Comparison(threading.Thread):
         self._deadline_s = time.monotonic() + _DEADLINE_S
         self.is_cancelled = False
         self.difference: Difference | None = None
-        """The result; ``None`` if there is none. It has no ratios at first."""
+        """The result, at first without ratios; ``None`` if there is none."""
         self.failure = "its slots were needed for the next capture"
-        """Why there is none. This reason is that of a cancelled comparison; an error sets another one."""
+        """The reason if there is no result, at first that of a cancelled comparison."""
 
     def run(self) -> None:
         """Wait until the capture is whole, then compare."""
@@ -240,15 +243,15 @@ class _Comparison(threading.Thread):
         size_bytes = before.spec(name).nbytes
         for offset in range(0, size_bytes, _PIECE_BYTES):
             length = min(_PIECE_BYTES, size_bytes - offset)
-            # Other threads run meanwhile, unlike with a comparison of memoryviews.
+            # Other threads can run in it, unlike in a comparison of memoryviews.
             is_equal = _libc.memcmp(first + offset, second + offset, length) == 0
-            self._check_time()  # behind the comparison: a slot that was needed has other bytes by now
+            self._check_time()  # checked after the comparison: a slot that was needed has other bytes by now
             if not is_equal:
                 return False
         return True
 
     def _relative_difference(self, before: torch.Tensor, after: torch.Tensor) -> float:
-        """Return the greatest difference of two elements, as a part of the greatest element; infinity if it is not
+        """Return the greatest difference of two elements, relative to the greatest element; infinity if it is not
         finite.
         """
         greatest = 0.0
@@ -273,12 +276,12 @@ class _Comparison(threading.Thread):
 
 @dataclass(frozen=True)
 class _Image:
-    """The capture in a slot, read."""
+    """A capture that was read from a slot."""
 
     meta: CaptureMeta
     layout: Layout
     data: torch.Tensor
-    """All bytes. It keeps the slot mapped."""
+    """All bytes. The view keeps the slot mapped."""
 
     @classmethod
     def of(cls, slot: TrainerSlot) -> "_Image":
@@ -289,7 +292,7 @@ class _Image:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors whose bytes are there."""
+        """Return the names of all stored tensors."""
         return [spec.name for spec in self.layout.specs]
 
     def spec(self, name: str) -> TensorSpec:
@@ -298,19 +301,19 @@ class _Image:
         return spec
 
     def address(self, name: str) -> int:
-        """Return where the bytes of a tensor are in this process."""
+        """Return the bytes of a tensor as a view."""
         _, offset = self.layout.find(name)
         return self.data.data_ptr() + offset
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the elements of a tensor, flat; of a complex one the real numbers that it consists of."""
+        """Return the elements of a tensor, flattened; complex elements as pairs of real numbers."""
         spec, offset = self.layout.find(name)
         stored = self.data[offset : offset + spec.nbytes].view(DTYPES[spec.dtype])
         if stored.is_complex():
             return torch.view_as_real(stored).flatten()
         dtype, _ = logical_facts(stored.dtype, spec.shape, self.meta.tensors.get(name, {}).get("dtype"))
         if dtype.is_complex:
-            return stored  # as real numbers already
+            return stored  # already real numbers
         return stored.view(dtype)
 
 
@@ -323,12 +326,12 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
         for place, _, state in before:
             yield from _differing(state, states.get(place, state), (*path, place))
     elif isinstance(before, str) and isinstance(after, str):
-        return  # such as the path of a file in the directory of a start: no step is computed from a text
+        return  # such as a path in the directory of a start: no step depends on a text
     elif _is_tagged(before) or _is_tagged(after):
         yield from _differing_tagged(before, after, path)
     elif isinstance(before, dict) and isinstance(after, dict) and len(before) == len(after):
         same_keys = after
-        if before.keys() != after.keys():  # keys are texts, too
+        if before.keys() != after.keys():  # keys are strings, too
             same_keys = dict(zip(before, after.values(), strict=True))
         for key in before:
             yield from _differing(before[key], same_keys[key], (*path, key))
@@ -340,7 +343,7 @@ def _differing(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[
 
 
 def _differing_tagged(before: Any, after: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """Yield the same for values of which one has a type. A text in them stands for bytes or a number."""
+    """Yield the differing places of values of which one has a type. Strings in them encode bytes or a number."""
     if not _is_tagged(before) or not _is_tagged(after) or before.keys() != after.keys() or before[TAG] != after[TAG]:
         yield ".".join(path)
     elif before[TAG] != "Path":
@@ -361,10 +364,10 @@ def _are_generators(value: Any) -> bool:
 
 
 def _are_nested(value: Any) -> bool:
-    """Return True for a list whose items hold others. One of plain values is named as a whole."""
+    """Return True for a list with nested items. A list of plain values is reported as a whole."""
     return isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value)
 
 
 def _named(names: Iterable[str]) -> str:
-    """Return the first names, each once."""
+    """Return the first names, without duplicates."""
     return some_of(dict.fromkeys(names), _MOST_NAMED)

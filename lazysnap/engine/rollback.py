@@ -1,7 +1,7 @@
-"""Going back in place: the same process and the same keeper go on from an earlier snapshot of this training.
+"""Rollback in place: the same process and keeper continue from an earlier snapshot of this training.
 
-Where no capture is newer than that snapshot, loading it is all. Otherwise a new run begins there, and the loaded state
-is captured at once: from then on ``"latest"`` means the new run, wherever newer snapshots of the old one are.
+If no capture is newer than that snapshot, it is only loaded. Otherwise a new run begins, and the loaded state is
+captured at once: from then on ``"latest"`` means the new run, even if newer snapshots of the old run exist.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ class Rollback:
     """The result of ``SnapshotEngine.rollback``."""
 
     step: int
-    """Training stands here again; the next boundary is that of the step after it."""
+    """The restored step. The next boundary is that of the step after it."""
     from_step: int
-    """The step that was in progress: the one after the last boundary."""
+    """The step in progress at the call: the one after the last boundary."""
     level: str
-    """``memory``, ``parity`` (in the memory of other nodes) or the URL of the level it was read from."""
+    """``memory``, ``parity`` (in the memory of other nodes) or the URL of the level from which it was read."""
     seconds: float
     """Duration of the call."""
 
@@ -64,7 +64,7 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
     if branch is None:
         recorder.go_back(snapshot.step)
     else:
-        recorder.memory.follow_keeper()  # what became durable by now is counted as of the run that is left
+        recorder.memory.follow_keeper()  # steps that became durable by now count for the old run
         run.go_on(snapshot, branch)
         run.begin()
         _capture_branch(run, boundaries, snapshot.step)
@@ -98,7 +98,7 @@ def _step_in_progress(recorder: Recorder) -> int:
 def _find(run: Run, steps: int) -> Snapshot:
     """Return the newest snapshot at least ``steps`` older than the step in progress: in memory, else on storage.
 
-    One whose trained weights or optimizer state are not finite is passed over. Collective. Blocks.
+    Skips snapshots whose trained weights or optimizer state are not finite. Collective. Blocks.
     Raises: ConfigError; SnapshotNotFound; as ``SnapshotEngine._fetch``.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -116,7 +116,7 @@ def _find(run: Run, steps: int) -> Snapshot:
         return f"{name} holds NaN or infinity"
 
     config = run.restart.config
-    # Storage only where memory has none: listing it takes longer than the rest.
+    # Read storage only if memory has none: listing it takes longest.
     memory_alone = dataclasses.replace(config, levels=())
     snapshot = fetch_back(dataclasses.replace(run.restart, config=memory_alone), is_wanted, flaw)
     if snapshot is None and config.levels:
@@ -134,8 +134,8 @@ def _find(run: Run, steps: int) -> Snapshot:
 
 
 def _branch(run: Run, snapshot: Snapshot) -> str | None:
-    """Return the id of the run that has to begin at ``snapshot``, the same on all ranks; ``None``, if no rank
-    captured anything newer. Collective.
+    """Return the id of the new run at ``snapshot``, the same on all ranks; ``None`` if no rank has a newer capture.
+    Collective.
     """
     newest_step = max(run.recorder.last_step or 0, run.recorder.check.step or 0)
     is_newest = snapshot.run_id == run.meta.run_id and newest_step <= snapshot.step
@@ -147,14 +147,14 @@ def _branch(run: Run, snapshot: Snapshot) -> str | None:
 
 
 def _load(source: StateSource, snapshot: Snapshot) -> None:
-    """Put the state back in place but for the data, and clear the gradients. Raises: what its objects raise."""
+    """Restore the state in place, except the data, and clear the gradients. Raises: errors of its objects."""
     source.load(snapshot.state, data=False)
     for optimizer in source.optimizers():
         optimizer.zero_grad()
 
 
 def _capture_branch(run: Run, boundaries: Boundaries, step: int) -> None:
-    """Make the state that was loaded the newest snapshot. Collective. Blocks: until it is whole in memory."""
+    """Capture the loaded state as the newest snapshot. Collective. Blocks: until it is whole in memory."""
     run.recorder.stores_next = True
     faults.point("engine.rollback.capture")
     with boundaries.lock:
@@ -166,9 +166,9 @@ def _capture_branch(run: Run, boundaries: Boundaries, step: int) -> None:
 
 
 def first_not_finite(source: StateSource, state: dict[str, Any]) -> str:
-    """The name of a trained weight with a NaN or an infinity, or of optimizer state with a NaN; empty: there is none.
+    """Return the name of a trained weight with NaN or infinity, or of optimizer state with NaN; empty if there is none.
 
-    A finite loss can still give gradients that are not: then the snapshot after that step is bad, too.
+    A finite loss can have infinite gradients: then the snapshot after that step is bad, too.
     """
     trained = set()
     paths = []
@@ -191,7 +191,7 @@ def _is_not_finite(tensor: torch.Tensor, *, counts_infinity: bool) -> bool:
     has_numbers = tensor.is_floating_point() or tensor.is_complex()
     if not has_numbers or tensor.itemsize == 1:
         return False
-    # A sum takes no memory; only where it is odd is each element looked at.
+    # A sum takes no memory. Each element is checked only if the sum is not finite.
     total = tensor.sum(dtype=torch.promote_types(tensor.dtype, torch.float32))
     if torch.isfinite(total):
         return False

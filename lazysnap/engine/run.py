@@ -1,4 +1,4 @@
-"""The run that an engine trains: the snapshot it resumed, its beginning, and what it leaves in memory."""
+"""The run that an engine trains: the resumed snapshot, its beginning, and what stays in memory."""
 
 import logging
 import time
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class Lineage:
-    """The snapshots that led to the present state: by run, oldest run first, up to which step."""
+    """The snapshots that led to the current state: by run, the last step of it, oldest run first."""
 
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
 
     def go_on(self, present: str, run_id: str, step: int) -> None:
-        """Record that training continues from ``step`` of ``run_id``; ``present`` is the run until now."""
+        """Record that training continues from ``step`` of ``run_id``; ``present`` is the run so far."""
         if run_id not in (present, *self._steps):
             self._steps.clear()  # a restart from elsewhere
         runs = list(self._steps)
@@ -45,20 +45,22 @@ class Lineage:
         self._steps[run_id] = step
 
     def has(self, run_id: str, step: int, *, present: str) -> bool:
-        """True if a snapshot is of the present run, or one that it came from."""
+        """True if a snapshot is of the current run, or of one that led to it."""
         return run_id == present or step <= self._steps.get(run_id, -1)
 
 
 class Run:
-    """NEW -> BEGUN (``is_begun``): captures are of this run. A later ``load`` goes on with another one."""
+    """The run of an engine. NEW -> BEGUN (``is_begun``): captures belong to this run. A later ``load`` may change the
+    run.
+    """
 
     def __init__(self, restart: Restart, recorder: Recorder, shared: Sequence[str]) -> None:
-        """Nothing is resumed or begun yet.
+        """Create a run in state NEW.
 
         Args:
-            restart: what a restart needs, the settings and the state among it.
+            restart: the settings, the state and everything else that a restart needs.
             recorder: captures the steps of this run.
-            shared: URLs of the levels that are one place for all nodes.
+            shared: URLs of the levels that all nodes share.
         """
         self.restart = restart
         self.recorder = recorder
@@ -68,13 +70,13 @@ class Run:
         self._shared = shared
         self.lineage = Lineage()
         self._from_step = -1
-        """Captures from now on are of later steps; -1: nothing was resumed."""
+        """The resumed step; -1 if none was resumed."""
         self._source = ""
-        """The place from which that step was restored."""
+        """The source from which that step was restored."""
         self.first_start = 0
-        """The start that began this run, if this process did: names of earlier starts are of another run."""
+        """The start that began this run, if this process began it: names of earlier starts belong to another run."""
         self.is_begun = False
-        """True once the run's id is decided, so that captures may begin."""
+        """True once the run id is decided, so that captures may begin."""
         self.resumed: report.Resumed | None = None
         self._absence: Absence | None = None
         self.start_reported = False
@@ -88,9 +90,8 @@ class Run:
         return self.meta.run_id
 
     def rename(self, run_id: str) -> None:
-        """Let a training that resumes nothing have the id that rank 0 gives; empty: it keeps its own.
-
-        Before ``fetch``. Collective. Blocks: for other ranks.
+        """Set the run id of a training that resumes nothing to that of rank 0; an empty text keeps its own. Call it
+        before ``fetch``. Collective. Blocks: for other ranks.
         """
         id_of_first_rank = self.restart.world.exchange("naming the run", run_id)[0]
         if id_of_first_rank:
@@ -114,7 +115,7 @@ class Run:
         place = restart.world.place
         memory = NodeMemory(self.client, restart.identity, place, restart.config.io_timeout_s, logger.info)
         steps: dict[str, set[int]] = defaultdict(set)
-        """The steps of each run."""
+        """Return the steps of each run."""
         try:
             for inventory in memory.inventories():
                 for entry in inventory.entries:
@@ -161,12 +162,12 @@ class Run:
         together(world, "loading", partial(source.load, snapshot.state))
         faults.point("restore.loaded")
         if snapshot.world_size != world.size:
-            position = ""  # it counts batches of as many ranks as there were
+            position = ""  # its counts are for the old number of ranks
             reseed(snapshot, world)
         self._resume(snapshot, position, snapshot.seconds + time.perf_counter() - started)
 
     def _resume(self, snapshot: Snapshot, position: str, seconds: float) -> None:
-        """Continue the run of a snapshot that is loaded, or begin a new one there, and print that.
+        """Continue the run of a loaded snapshot, or begin a new run, and print that.
 
         Blocks: asks the keeper.
         """
@@ -187,7 +188,7 @@ class Run:
             )
 
     def go_on(self, snapshot: Snapshot, run_id: str) -> None:
-        """Captures from here on are of that run, which continues behind ``snapshot``."""
+        """Let later captures belong to that run, which continues after ``snapshot``."""
         self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
         if run_id != self.meta.run_id:
             self.first_start = 0
@@ -201,9 +202,9 @@ class Run:
         self.resumed = report.Resumed.of(snapshot, has_levels=bool(self.restart.config.levels))
 
     def tell_start(self, line: str | None = None) -> None:
-        """Print how this training starts, once: ``line``, or that it starts fresh, and why.
+        """Print, once, how this training starts: ``line``, or that it starts fresh, and why.
 
-        Called by the first of ``restore``, ``load``, ``prepare`` and ``boundary``.
+        The first of ``restore``, ``load``, ``prepare`` and ``boundary`` calls it.
         """
         if not self.start_reported:
             self.start_reported = True
@@ -212,7 +213,7 @@ class Run:
     # ---------------------------------------------------------------- beginning
 
     def begin(self) -> None:
-        """Captures are of this run from now on. Does not block."""
+        """Let captures belong to this run from now on. Does not block."""
         self.is_begun = True
         restart = self.restart
         settings = job_settings(
@@ -227,22 +228,22 @@ class Run:
         self.client.begin_start(settings, start, self._from_step, self._source)
 
     def begin_once(self) -> None:
-        """Print how this training starts, and ``begin``, unless that was done: beginning again would make the client
-        forget which steps are durable.
+        """Print how this training starts, and call ``begin``, unless already done: a second ``begin`` would make the
+        client forget which steps are durable.
         """
         self.tell_start()
         if not self.is_begun:
             self.begin()
 
     def begin_again_if_earlier(self, step: int) -> None:
-        """If a loop began again with a lower ``step``, what it captures from now on are other snapshots."""
+        """Begin another start if a loop continued at a lower ``step``."""
         last = self.recorder.seen_step or 0
         if step >= last:
             return
         self._messages.tell(MessageKind.BEGINS_AGAIN, step=step, last=last)
         self.recorder.begin_again()
         self.meta.follow(None)
-        self.resumed = None  # what was resumed is not what these go on from
+        self.resumed = None  # the resumed snapshot does not lead to these
         self._from_step = max(0, step - 1)
         self._source = ""
         self.begin()
@@ -250,7 +251,7 @@ class Run:
     # ---------------------------------------------------------------- what there is of it
 
     def captures(self) -> RankCaptures:
-        """Return what is captured by now, for preemption. Does not block. Thread-safe."""
+        """Return the captures so far, for preemption. Does not block. Thread-safe."""
         resumed = self.resumed
         steps = self.recorder.captures.whole_steps()
         seen_step = self.recorder.seen_step or 0
@@ -273,15 +274,16 @@ class Run:
         return newest
 
     def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
-        """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
+        """True if a level has the resumed snapshot, which at the restart may have been in memory only."""
         levels = self.client.state.levels
         return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
 
     # ---------------------------------------------------------------- memory
 
     def _discard_others(self, snapshot: Snapshot) -> None:
-        """Drop what this memory holds beside ``snapshot``, what other nodes protect, what is trained again, and the
-        newest one where another was chosen: not all ranks have it, and it must not outlast what they all have.
+        """Drop captures in memory, except ``snapshot``, what other nodes protect and the step that is repeated.
+
+        Also drops the newest one if another was chosen: other ranks may lack it.
         """
         newest = snapshot.protected
         if snapshot.new_run is not None:
@@ -293,7 +295,7 @@ class Run:
         self.drop("restore.discard", lambda entry: (entry.run_id, entry.step, entry.start) not in kept)
 
     def drop(self, point: str, is_unwanted: Callable[[MemoryEntry], bool]) -> None:
-        """Drop captures in memory; ``point`` is passed before each. Blocks: asks the keeper."""
+        """Drop captures in memory. ``point``: fault point before each. Blocks: asks the keeper."""
         try:
             entries = self.client.memory(self.restart.config.io_timeout_s).entries
         except KeeperError as error:

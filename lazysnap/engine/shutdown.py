@@ -1,4 +1,4 @@
-"""The ends of an engine: closed, abandoned as by a crash, or discarded."""
+"""Ends an engine: closed, abandoned as after a crash, or discarded."""
 
 import contextlib
 import functools
@@ -16,11 +16,11 @@ from lazysnap.engine.stored import Progress, store_everywhere
 from lazysnap.errors import WaitTimeout
 
 _SILENCE_S = 3.0
-"""Seconds that the end of a training waits for storage before it says so."""
+"""Seconds that the end of a training waits for storage before it reports that."""
 
 
 class Shutdown:
-    """OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
+    """The end of an engine. OPEN -> CLOSED (``is_closed``), once. Used on the training thread."""
 
     def __init__(self, run: Run, boundaries: Boundaries, preemption: Preemption, best: BestSnapshots) -> None:
         self._config = run.restart.config
@@ -37,13 +37,13 @@ class Shutdown:
         self._statistics = run.recorder.messages.statistics
         self.is_closed = False
         self.is_replaced = False
-        """True if a later engine of this process took the place of this one."""
+        """True if a later engine of this process replaced this one."""
         self._has_ended_well = False
         """The result of ``close``."""
 
     def statistics(self) -> Statistics:
         """See ``SnapshotEngine.statistics``."""
-        if not self.is_closed:  # else the keeper was left, and nothing that it does is of this training
+        if not self.is_closed:  # otherwise the connection to the keeper was closed
             with self._boundaries.lock:
                 self._memory.follow_keeper()
                 self._recorder.count_ended()
@@ -66,13 +66,13 @@ class Shutdown:
         """See ``SnapshotEngine.close``. Collective. Blocks."""
         if self.is_closed:
             return self._has_ended_well
-        if not self._preemption.begin_close():  # the training is not over, whatever the program makes of the end
+        if not self._preemption.begin_close():  # the training is preempted, not over
             self.abandon(None)
             return False
         try:
             return self._close(drain=drain, progress=progress)
         finally:
-            self._preemption.leave()  # a signal that came meanwhile ends the process here
+            self._preemption.leave()  # ends the process here after a signal
 
     def _close(self, *, drain: bool, progress: Progress | None) -> bool:
         durable = False
@@ -87,7 +87,7 @@ class Shutdown:
             self._recorder.settle()
             self._recorder.check.wait(self._config.io_timeout_s)
             has_own = self._captures.newest_whole_step() is not None
-            self._client.seal()  # what memory has stays: a step with a name is stored, though newer ones are there
+            self._client.seal()  # memory stays: a step with a name is stored, even if newer ones exist
             durable = not drain or self._drain(progress, is_common=over)
             captured = not drain or self._has_captured_last()
             self._memory.protection.sum_up()
@@ -95,7 +95,7 @@ class Shutdown:
             self._leave()
             if over:
                 self._world.close()
-            # What memory holds of an earlier start is not this one's to give up, as long as it captured nothing itself.
+            # This start may not free the memory of an earlier start before it captured something itself.
             is_last = durable and over and has_own
             if is_last:
                 self._client.leave(Farewell.OVER, self._config.io_timeout_s)
@@ -111,7 +111,7 @@ class Shutdown:
     def _capture_last(self) -> None:
         try:
             self._boundaries.capture_last()
-        except WaitTimeout as error:  # of a rank that died here no capture would be whole
+        except WaitTimeout as error:  # a rank that dies here would leave no whole capture
             self._messages.tell(MessageKind.END_UNKNOWN, text=error)
 
     def _drain(self, progress: Progress | None, *, is_common: bool) -> bool:
@@ -122,21 +122,19 @@ class Shutdown:
         if durable and self._client.was_connected:
             self._settle_names(is_common=is_common)
         self._memory.follow_keeper()
-        if not durable and is_there and self._memory.newest_held_step() is None:  # else ``_tell_end`` says so
+        if not durable and is_there and self._memory.newest_held_step() is None:  # otherwise ``_tell_end`` reports it
             loss = "the last snapshot is not at every level, and memory does not have it"
             self._messages.tell(MessageKind.NOT_DURABLE, what=loss, fate=self._reason())
         return durable
 
     def _settle_names(self, *, is_common: bool) -> None:
-        """Block until the first level has the names that it is to have. Collective, if ``is_common``."""
+        """Block until the first level has all names. Collective, if ``is_common``."""
         self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
         if is_common and self._best.release_surplus():
             self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
 
     def _drain_all(self, progress: Progress | None, *, is_common: bool) -> bool:
-        """All ranks wait for each other, and fail if one of them failed. Collective, if ``is_common``: all ranks came
-        here.
-        """
+        """Wait for all ranks, and fail if one of them failed. Collective, if ``is_common``: all ranks call it."""
         world = self._world
         newest = self._captures.newest_whole_step()
 
@@ -151,7 +149,7 @@ class Shutdown:
         try:
             steps = world.exchange("the last snapshot", newest)
             is_same = len(set(steps)) == 1
-            # Of different steps there is no whole snapshot: what all have is waited for.
+            # Different steps make no whole snapshot: wait for the newest step that all ranks have.
             last = None
             if None not in steps:
                 last = min(steps)
@@ -174,7 +172,7 @@ class Shutdown:
         return said_after(_SILENCE_S, line)
 
     def _lacking(self, step: int) -> list[str]:
-        """Return the URLs of the levels that are not known to have that step, or a later one. Thread-safe."""
+        """Return the URLs of the levels that may lack that step or a later one. Thread-safe."""
         levels = enumerate(self._config.levels)
         return [level.url for index, level in levels if not self._client.is_complete(step, index)]
 
@@ -190,7 +188,7 @@ class Shutdown:
         return False
 
     def _reason(self) -> str:
-        """Return the known reason for missing captures, and what helps."""
+        """Return the known reason for missing captures, and advice."""
         protection = self._memory.protection
         if protection.cause is not None:
             return f"This training is NOT protected in memory: {protection.cause}; {protection.what_is_lost()}"
@@ -209,21 +207,23 @@ class Shutdown:
             self._boundaries.finish_copies()
             self._leave()
             self._client.leave(Farewell.LEFT, self._config.io_timeout_s)
-            if not self._preemption.ends_training:  # its line says what the end is
+            if not self._preemption.ends_training:  # the exception explains the end
                 self._tell_end(report.EndKind.ABANDONED, error)
         finally:
             self._preemption.leave()
-        if error is None:  # else that ends the training
+        if error is None:  # otherwise preemption ends the training
             self._preemption.end_training()
 
     def give_way(self) -> None:
-        """A later engine of this process takes the place of this one, which is left as after a crash."""
+        """Become replaced by a later engine of this process. Abandons this one."""
         if not self.is_closed:
             self.is_replaced = True
             self.abandon(None)
 
     def discard(self) -> None:
-        """Leave, and give up what memory holds: nobody wants anything of this training. Blocks: asks the keeper."""
+        """Close the connection, and let the keeper free the memory: nothing of this training is needed. Blocks: asks
+        the keeper.
+        """
         if not self.is_closed:
             self._boundaries.gate()
             self._run.drop("engine.discard", lambda entry: True)
@@ -232,7 +232,7 @@ class Shutdown:
             self._preemption.leave()
 
     def _leave(self) -> None:
-        self.statistics()  # the last ones with a keeper
+        self.statistics()  # the last settings with a keeper
         self.is_closed = True
         self._recorder.end_names()
         self._boundaries.close()
@@ -270,6 +270,6 @@ class Shutdown:
             self._messages.tell(MessageKind.NOT_DURABLE, **warning)
 
     def _failing(self) -> list[str]:
-        """Return the URLs of the levels that fail, as far as the last state of the keeper says."""
+        """Return the URLs of failing levels, from the last state of the keeper."""
         levels = zip(self._config.levels, self._client.state.levels, strict=False)
         return [level.url for level, state in levels if state.failure]

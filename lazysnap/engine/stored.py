@@ -1,4 +1,4 @@
-"""Waiting until a step is safe: what a trainer asks of its keeper, and when it gives up."""
+"""Waits until a step is safe: the requests of a trainer to its keeper, and when it gives up."""
 
 import time
 from collections.abc import Callable
@@ -9,18 +9,18 @@ from lazysnap.engine.run import Run
 from lazysnap.keeper.client import KeeperClient
 
 _GIVE_UP_S = 5.0
-"""A level that fails for so long is not waited for at the end: it may be away for hours."""
+"""Seconds after which the end does not wait for a failing level: it may not answer for hours."""
 _LOOK_S = 0.1
-"""Seconds between two looks at the time."""
+"""Seconds between two checks of the deadline."""
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes of this node's part that are stored, and with all bytes, of all levels together."""
+"""Called with the stored bytes of this node's part, and the total, of all levels together."""
 
 
 def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
     """Block until that step, or a later one, is durable at the first level; ``False`` after the deadline.
 
-    A level takes captures as it comes to them: the newest is asked for, by all ranks.
+    All ranks request the newest step, because the level stores captures only when it is idle.
     """
     client = run.client
     newest = run.recorder.captures.newest_whole_step()
@@ -30,7 +30,7 @@ def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
         key = StepKey(run.meta.start_number, newest)
 
         def is_settled(state: KeeperState) -> bool:
-            # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
+            # An older capture that becomes complete is enough, if it is of ``step`` or later.
             return client.is_complete(step, 0) or key in state.lost
 
         is_durable = run.restart.world.is_alone and client.is_complete(step, 0)
@@ -42,7 +42,7 @@ def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
 
 
 def wait_held_or_stored(run: Run, step: int, timeout_s: float) -> bool:
-    """Block until the first level has that very step, or the keeper holds it; ``False`` after the deadline."""
+    """Block until the first level has exactly that step, or the keeper holds it; ``False`` after the deadline."""
     key = StepKey(run.meta.start_number, step)
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
@@ -68,9 +68,9 @@ def wait_protected(run: Run, step: int, timeout_s: float) -> bool:
 
 
 def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
-    """Block until every level has that step; without levels until a keeper has it. ``None``: nothing is waited for.
+    """Block until every level has that step; without levels until a keeper has it. ``None``: return at once.
 
-    ``False`` after the deadline, or once there is no hope for it.
+    Returns: False after the deadline, or if a level can no longer store it.
     """
     if step is None:
         return True
@@ -83,7 +83,7 @@ def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: Pro
 
         return client.wait(has_keeper, timeout_s)
     key = StepKey(run.meta.start_number, step)
-    # Every rank of the node has about as much.
+    # Every rank of the node has about the same size.
     size_bytes = run.recorder.messages.statistics.shard_bytes * len(run.restart.world.node_ranks)
 
     def show(state: KeeperState) -> None:
@@ -103,10 +103,9 @@ def _wait_stored(
         key: the step.
         num_levels: the number of levels.
         timeout_s: seconds to wait at most.
-        show: called with each state of the keeper meanwhile.
+        show: called with each new state of the keeper.
 
-    Returns: False after the deadline, or once there is no hope: each level that lacks the step gave it up, or fails for
-        ``_GIVE_UP_S``.
+    Returns: False after the deadline, or once each level that lacks the step gave it up or failed for ``_GIVE_UP_S``.
     """
     if not _lacking(client, key, num_levels):
         return True
@@ -123,7 +122,7 @@ def _wait_stored(
         if left_s <= 0 or all(_is_hopeless(state, key, level, failing_since_s) for level in lacking):
             return False
         if not client.is_connected and client.failure():
-            return False  # no keeper could be reached, and none is sought
+            return False  # no keeper could be reached, and nothing reconnects
         client.wait(partial(_is_other, state), min(left_s, _LOOK_S))
 
 
@@ -137,11 +136,11 @@ def _lacking(client: KeeperClient, key: StepKey, num_levels: int) -> list[int]:
 
 
 def _is_hopeless(state: KeeperState, key: StepKey, level: int, failing_since_s: dict[int, float]) -> bool:
-    """True if a level will not have the step in time. ``failing_since_s``: by level; it is changed."""
+    """True if a level will not have the step in time. ``failing_since_s``: by level; updated here."""
     if key in state.lost:
         return True
     if level >= len(state.levels):
-        return False  # the keeper does not know this start yet
+        return False  # the keeper does not have this start yet
     if key in state.levels[level].given_up:
         return True
     if not state.levels[level].is_failing:
@@ -156,7 +155,7 @@ def stored_bytes(state: KeeperState, key: StepKey, size_bytes: int) -> int:
 
     Args:
         state: the last state of the keeper.
-        key: the step in question.
+        key: the step.
         size_bytes: bytes of the step at each level.
     """
     total = 0

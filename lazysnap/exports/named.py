@@ -150,7 +150,7 @@ def _move_into(directory: str, temp: str) -> None:
 
 
 def _place_in_order(name: str) -> tuple[bool, bool]:
-    """Return the place of a file in the order of moves: weights behind others, those of the first model last."""
+    """Return the place of a file in the order of moves: weights after others, those of the first model last."""
     return name.startswith(("model", "pytorch_model")), name in _FIRST_WEIGHTS
 
 

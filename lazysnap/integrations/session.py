@@ -76,7 +76,7 @@ class Session:
         """The times at which training finished steps, on the monotonic clock."""
 
     def start(self, step: int, prepare: Callable[[], None] | None = None) -> None:
-        """Begin a training behind ``step``; call ``prepare`` before.
+        """Begin a training after ``step``; call ``prepare`` before.
 
         Collective. Raises: as ``prepare`` on any rank; as ``SnapshotEngine._prepare``.
         """
@@ -154,7 +154,7 @@ class Session:
         Args:
             checkpoint: the checkpoint that the program named, if any.
             how: the call that resumes the newest snapshot.
-            step: the step behind which training begins.
+            step: the step after which training begins.
         """
         if checkpoint and means_snapshot(checkpoint):
             self.engine._run.tell_start()

@@ -1,4 +1,4 @@
-"""The keeper: one process per job and node that owns the memory and does all work behind the capture.
+"""The keeper: one process per job and node that owns the memory and does all work after a capture.
 
-The "snapshot management process" of REFT (section 3): it outlives the trainer, and it starts without torch.
+It is the "snapshot management process" of REFT (section 3): it outlives the trainer, and starts without torch.
 """

@@ -15,13 +15,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lazysnap.keeper")
     parser.add_argument("--socket", required=True, help="path of the socket at which the keeper listens")
     for name in ("--job", "--node"):
-        parser.add_argument(name, help="for people who list processes; the socket alone is used")
+        parser.add_argument(name, help="shown in process lists; only the socket is used")
     parser.add_argument("--lock", type=int, help="descriptor of the lock file, which is locked")
     parser.add_argument("--listener", type=int, help="descriptor of a socket that is bound to the path already")
     parser.add_argument("--trainer", type=int, help="descriptor of a connection to the trainer that starts it")
     parser.add_argument("--foreground", action="store_true", help="do not detach")
     arguments = parser.parse_args()
-    # They come to the whole job, also while this starts; ``Keeper.run`` takes them.
+    # These signals may reach the whole job, also during this start; ``Keeper.run`` handles them.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     if not arguments.foreground:
         _detach()
@@ -38,7 +38,7 @@ def main() -> None:
         lock = own_lock
         listener = lock.bind()
     listener.listen(64)
-    # Imported once this process is detached: importing takes a while, and a launcher that ends may kill its children.
+    # Imported after detaching: the import takes a while, and a launcher that ends may kill its children.
     from lazysnap.keeper.loop import Keeper
     from lazysnap.keeper.trouble import Trouble
 
@@ -55,7 +55,7 @@ def main() -> None:
         logging.getLogger("lazysnap.keeper").exception("the keeper ends")
         os._exit(1)
     logging.shutdown()
-    # Not sys.exit(): it would wait for a thread that hangs in a dead file system.
+    # Not sys.exit(), which would wait for a thread that hangs in a dead file system.
     os._exit(status)
 
 
@@ -66,7 +66,7 @@ def _inherited(fd: int) -> socket.socket:
 
 
 def _name_process() -> None:
-    """Set the name that top and ``ps -o comm`` show."""
+    """Set the process name for top and ``ps -o comm``."""
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as comm:
         comm.write("lazysnap-keeper")
 

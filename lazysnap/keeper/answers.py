@@ -1,4 +1,4 @@
-"""Answers of a keeper to questions: what memory it has, how the job is, and whether it can end."""
+"""Answers questions to a keeper: its memory, the state of the job, and whether the keeper can end."""
 
 import logging
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Answers:
-    """Answers questions, at once or when the answer is known. Used on the loop's thread."""
+    """Answers questions, immediately or when the answer is known. Used on the loop's thread."""
 
     def __init__(
         self, core: Core, slots: SlotTable, connections: TrainerConnections, others: OtherNodes, log: EventLog
@@ -31,12 +31,12 @@ class Answers:
         self._stop: tuple[TrainerConnection, Question] | None = None
         """The question whether the keeper can end, until it is answered."""
         self._must_end = False
-        """True once the keeper was told to end because of that question."""
+        """True once that question made the keeper end."""
 
     # Memory and state
 
     def answer_memory(self, connection: TrainerConnection, question: Question) -> None:
-        """Send what memory a rank has; to anybody but its trainer with descriptors that can only be read."""
+        """Send the memory of a rank. Only its trainer gets writable descriptors."""
         rank = question.local_rank
         parity: list[HeldParity] = []
         if rank == 0:
@@ -64,16 +64,16 @@ class Answers:
     # The end
 
     def stop_asked(self, connection: TrainerConnection, question: Question) -> None:
-        """Take the question whether the keeper can end. It is answered when that is known."""
+        """Accept the question whether the keeper can end. It is answered later."""
         self._stop = (connection, question)
 
     def decide_stop(self) -> bool:
         """Refuse the question whether the keeper can end, if it must stay.
 
-        Returns: True, once, if the keeper is to end. ``finish`` answers then.
+        Returns: True, once, if the keeper must end. ``finish`` then answers.
         """
         if self._stop is not None and not self._connections.is_open(self._stop[0]):
-            self._stop = None  # nobody waits any more: the keeper ends, or stays, as it is
+            self._stop = None  # the client is gone; the keeper decides by itself
         if self._stop is None or self._must_end:
             self._answer_arrival()
             return False
@@ -85,7 +85,7 @@ class Answers:
         return self._must_end
 
     def _answer_arrival(self) -> None:
-        """A trainer came while the keeper was about to end: it stays."""
+        """Refuse the question, because a trainer connected."""
         if self._must_end and self._core.is_served:
             self._must_end = False
             if self._stop is not None:
@@ -112,7 +112,7 @@ class Answers:
         self._connections.answer(connection, structs.replace(answer, number=question.number))
 
     def _reason_to_stay(self) -> str:
-        """Return why the keeper does not end; empty if it does, or that is not known yet."""
+        """Return the reason why the keeper does not end; empty if it ends, or that is not known yet."""
         if self._core.is_served:
             return self._text_of_training()
         job = self._core.job
@@ -120,7 +120,7 @@ class Answers:
             return ""
         if job is None:
             return (
-                "it has captures, and no training told it yet where they are to be stored; start the training again "
+                "it has captures, and no training has named the levels for them yet; start the training again "
                 "(--force ends the keeper all the same and loses them)"
             )
         newest = max(whole_on_all(self._core.ranks.views(job.settings)), default=None)
@@ -134,7 +134,7 @@ class Answers:
         if newest is None or not is_any_failing:
             return ""
         return (
-            f"its newest capture, step {newest.step}, could not be stored at every level; mend the level and try "
+            f"its newest capture, step {newest.step}, could not be stored at every level; repair the level and try "
             "again (--force ends it all the same and loses that capture)"
         )
 
@@ -143,9 +143,9 @@ class Answers:
         return f"its training runs, process {pid}; end that first"
 
     def _is_all_stored(self) -> bool:
-        """Return True if nothing is lost when the keeper is told to end now.
+        """Return True if nothing is lost when the keeper ends now.
 
-        With several nodes the keeper is told at once: while memory waits for a restart it would wait for the others.
+        With several nodes, a keeper whose memory waits for a restart would otherwise wait for the others.
         """
         job = self._core.job
         if job is None:

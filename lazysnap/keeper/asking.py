@@ -1,4 +1,4 @@
-"""Questions to a keeper by a process that is not its trainer: one, on a connection of its own."""
+"""Asks a keeper a question from a process that is not its trainer, on a separate connection."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ from lazysnap.memory.slots import Slot
 
 
 def ask(channel: Channel, question: Question, timeout_s: float) -> Answer:
-    """Ask a keeper one question. See ``ask_for_slots``; descriptors that come along are closed."""
+    """Ask a keeper one question. See ``ask_for_slots``; received descriptors are closed."""
     answer, descriptors = ask_for_slots(channel, question, timeout_s)
     for descriptor in descriptors:
         os.close(descriptor)
@@ -29,18 +29,18 @@ def ask_for_slots(channel: Channel, question: Question, timeout_s: float) -> tup
     Args:
         channel: a connection to the keeper, which stays open.
         question: the question.
-        timeout_s: seconds until the answer must be there.
+        timeout_s: seconds to wait for the answer.
 
-    Returns: the answer, and the descriptors that came along. The caller closes them.
+    Returns: the answer and its descriptors. The caller closes them.
     Raises: TimeoutError, if there is no answer in time; other OSErrors, if the keeper ends; KeeperError, if the other
-        end sends no messages of this protocol.
+    process does not speak this protocol.
     """
     deadline_s = time.monotonic() + timeout_s
     channel.send(question)
     is_in_time = True
     while is_in_time:
         channel.wait(max(0.0, deadline_s - time.monotonic()))
-        # Before the last look at the clock: this process may have been stopped while the answer arrived.
+        # Receive before checking the deadline: this process may have been stopped while the answer arrived.
         is_in_time = time.monotonic() < deadline_s
         channel.flush()
         frames = channel.receive()
@@ -68,10 +68,7 @@ class NeighbourMemory:
     """
 
     def __init__(self, identity: JobIdentity, local_rank: int, timeout_s: float) -> None:
-        """Ask the keeper of the job, and map what it holds for that rank.
-
-        Blocks: at most ``timeout_s``. Raises: KeeperError, if there is no keeper, or it does not answer.
-        """
+        """Ask the keeper of the job, and map the memory of that rank."""
         self._slots: dict[int, Slot] = {}
         channel = try_connect(identity)
         if channel is None:
@@ -91,13 +88,13 @@ class NeighbourMemory:
         self.inventory = MemoryInventory.of(answer.memory, self._slots)
 
     def _map(self, descriptor: int) -> None:
-        """Map a slot. One that cannot be mapped is of no use to this process, and of no harm."""
+        """Map a slot. A slot that cannot be mapped is ignored."""
         with contextlib.suppress(FormatError, OSError):
             slot = Slot.attach(descriptor)
             self._slots[slot.slot_id] = slot
 
     def close(self) -> None:
-        """Unmap. Bytes that others still read stay mapped as long as they do."""
+        """Unmap. Bytes that other objects still read stay mapped."""
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()

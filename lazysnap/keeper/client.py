@@ -1,7 +1,7 @@
-"""The interface of a trainer to its keeper. ``connect``, ``wait``, ``memory`` and ``leave`` block, nothing else does.
+"""The interface of a trainer to its keeper. Only ``connect``, ``wait``, ``memory`` and ``leave`` block.
 
-The training thread writes words and bytes of slots, and replaces ``TrainerState``; it sends no message and takes no
-lock for longer than an assignment. The thread of ``TrainerLink`` has the connection.
+The training thread writes words and bytes of slots, and replaces ``TrainerState``; it sends no message, and holds a
+lock only for an assignment. The thread of ``TrainerLink`` owns the connection.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _LAST_WORD_S = 0.5
 
 
 class KeeperClient:
-    """All that a trainer asks of its keeper, which may die and be replaced at any moment. Thread-safe.
+    """All requests of a trainer to its keeper, which may die and be replaced at any time. Thread-safe.
 
     Example::
 
@@ -36,7 +36,7 @@ class KeeperClient:
     """
 
     def __init__(self, identity: JobIdentity, local_rank: int, *, linger_s: float, io_timeout_s: float) -> None:
-        """Nothing happens before ``start``.
+        """Do nothing before ``start``.
 
         Args:
             identity: identity of the job, by which its keeper is found.
@@ -53,14 +53,14 @@ class KeeperClient:
     # The connection
 
     def start(self) -> None:
-        """Connect in the background, starting a keeper if there is none. Never raises; does not block.
+        """Connect in the background, starting a keeper if necessary. Never raises; does not block.
 
         Call it again after the client gave up.
         """
         self._link.start()
 
     def connect(self, timeout_s: float) -> None:
-        """Connect, starting a keeper if there is none. Blocks: at most ``timeout_s``, and a second.
+        """Connect, starting a keeper if necessary. Blocks: at most ``timeout_s`` plus a second.
 
         Raises: JobBusy, if another trainer of this job is attached; KeeperError.
         """
@@ -97,7 +97,7 @@ class KeeperClient:
 
     @property
     def is_silent(self) -> bool:
-        """True if the connected keeper answered nothing for ``io_timeout_s``: it is stopped, or its machine is busy."""
+        """True if the connected keeper did not answer for ``io_timeout_s``: it is stopped, or its machine is busy."""
         return self._link.is_silent
 
     def refusal(self) -> JobBusy | None:
@@ -108,7 +108,9 @@ class KeeperClient:
         return None
 
     def failure(self) -> str:
-        """Return why no keeper works for this trainer: none is sought any more, or it is silent; empty if one works."""
+        """Return the reason if no keeper works for this trainer: the search ended, or it is silent; empty if one
+        works.
+        """
         error = self._link.error
         if error is not None:
             return str(error)
@@ -116,7 +118,7 @@ class KeeperClient:
         if self.is_silent and pid is not None:
             return (
                 f"the keeper of this node (process {pid} on {self._identity.node}) does not answer: training and "
-                f"captures into memory go on, but nothing of local rank {self._link.trainer.local_rank} is stored "
+                f"captures into memory continue, but nothing of local rank {self._link.trainer.local_rank} is stored "
                 "until it answers. Look whether the process is stopped or its machine overloaded; if you kill it, "
                 "another one is started and takes over its memory"
             )
@@ -132,15 +134,16 @@ class KeeperClient:
     def wait(self, is_true: Callable[[KeeperState], bool], timeout_s: float) -> bool:
         """Block until ``is_true`` of the keeper's state, at most ``timeout_s``.
 
-        It is called with each new state, and when a slot gets ready, or the keeper is found, lost or silent.
-        Returns: False if it was not true in time, or the client gave up.
+        ``is_true`` is called with each new state, and when a slot becomes ready, or the keeper is found, lost or
+        silent.
+        Returns: False after the deadline, or if the client gave up.
         """
         return self._link.wait(is_true, timeout_s)
 
     # Memory
 
     def ask_memory(self, wish: MemoryWish | None) -> None:
-        """Ask for slots, or for none. Does not block: see ``slots`` and ``memory_refusal``."""
+        """Request slots, or none. Does not block: see ``slots`` and ``memory_refusal``."""
         if wish is not None:
             self._link.slots.want()
         self._link.update(structs.replace, memory=wish)
@@ -151,13 +154,13 @@ class KeeperClient:
         return self._link.state.memory_refusal or self._link.slots.problem
 
     def make_ready(self, work: Callable[[TrainerSlot], None]) -> None:
-        """Have ``work`` done in the background for every slot, after ``populate`` and before ``slots`` shows it."""
+        """Call ``work`` in the background for every slot, after ``populate`` and before ``slots`` shows it."""
         self._link.slots.make_ready = work
 
     def slots(self) -> tuple[TrainerSlot, ...]:
-        """Return the slots that are populated, and that a live keeper has, in no order. Hot.
+        """Return the populated slots of a live keeper, unordered. Hot.
 
-        None before this start was sent: the keeper could not store what was captured, if this process died.
+        Empty before this start was sent: if this process died, the keeper could not store a capture.
         """
         if self._link.doorbell is None or not self._link.is_start_sent:
             return ()
@@ -165,11 +168,11 @@ class KeeperClient:
         return tuple(slot for slot in self._link.slots.ready if slot.slot_id in kept)
 
     def mapped(self) -> tuple[TrainerSlot, ...]:
-        """Return all slots, of any size, populated or not, with a live keeper or between two."""
+        """Return all slots, of any size, populated or not, also without a live keeper."""
         return self._link.slots.all
 
     def return_slot(self, slot: TrainerSlot) -> None:
-        """Let the keeper free a slot: nothing in it is needed, and this process writes nothing into it from now on.
+        """Let the keeper free a slot. Its contents are not needed, and this process no longer writes into it.
 
         Does not block.
         """
@@ -177,7 +180,7 @@ class KeeperClient:
             self._link.update(with_returned, slot.slot_id)
 
     def next_sequence(self) -> int:
-        """Return a number greater than that of every capture in memory, and than all it returned before. Hot.
+        """Return a number greater than that of every capture in memory, and than all earlier results. Hot.
 
         Only the thread that begins captures may call it.
         """
@@ -191,20 +194,20 @@ class KeeperClient:
         if doorbell is not None:
             doorbell.ring(step)
 
-    # What the keeper is to know. Nothing here blocks.
+    # State of the trainer for the keeper. Nothing here blocks.
 
     def note_waited(self, seconds: float) -> None:
-        """Note how long training has waited in all, for people: sent along with what comes next. Hot."""
+        """Record how long training has waited in all, for reports. It is sent with the next message. Hot."""
         self._link.waited_s = seconds
 
     def begin_start(self, job: JobSettings, start: int, step: int, source: str = "") -> None:
-        """Begin a start: captures from now on are of it. What was required of the start before counts no more.
+        """Begin a start: later captures belong to it. Required steps of the previous start no longer count.
 
         Args:
             job: settings, the same on all ranks of the node.
             start: id of the start.
-            step: step from which it goes on; -1 before the first.
-            source: the place from which that step was restored, for people.
+            step: step from which it continues; -1 before the first.
+            source: the source from which that step was restored, for reports.
         """
         self._link.update(
             structs.replace,
@@ -219,13 +222,13 @@ class KeeperClient:
         )
 
     def set_peers(self, peers: PeerSettings) -> None:
-        """Have the keeper serve, and link to, the keepers of other nodes."""
+        """Let the keeper serve and connect to the keepers of other nodes."""
         self._link.update(structs.replace, peers=peers)
 
     def reserve_port(self, host: str) -> int:
         """Reserve a port of this address for the keepers of this node, until this process ends or leaves.
 
-        It is the same one for the next keeper, so other nodes learn it once. Raises: OSError, if there is none.
+        The next keeper uses the same port, so other nodes need it only once. Raises: OSError, if there is none.
         """
         self._release_port()
         self._port = ReservedPort(host)
@@ -237,36 +240,36 @@ class KeeperClient:
             self._port = None
 
     def require(self, step: int) -> None:
-        """Have a step of this start stored at every level, whatever the interval."""
+        """Require that every level stores a step of this start, due or not."""
         self._link.update(with_required, step)
 
     def protect(self, step: int) -> None:
-        """Have a step of this start protected by other nodes, whatever the interval."""
+        """Require that other nodes protect a step of this start, due or not."""
         self._link.update(with_protected, step)
 
     def keep(self, name: str, step: int) -> None:
-        """Give a name to a step of this start, instead of the step that had it."""
+        """Name a step of this start. The name moves from an earlier step."""
         self._link.update(with_name, name, step)
 
     def release(self, name: str) -> None:
-        """Take a name away at every level."""
+        """Remove a name at every level."""
         self._link.update(without_name, name)
 
     def preempt(self) -> None:
-        """Say that this process is about to be killed: the newest capture is stored now."""
+        """Report that this process is preempted: the newest capture is stored now."""
         self._link.update(structs.replace, is_preempted=True)
 
     def when_preempted(self, work: Callable[[], None]) -> None:
-        """Have ``work`` done with each state in which some rank is preempted. It must not block.
+        """Call ``work`` with each state in which some rank is preempted. It must not block.
 
-        It is done at once, if that is so now, and then on the thread of the connection.
+        It is called at once if a rank is preempted now, and later on the thread of the connection.
         """
         self._link.when_preempted = work
         if self.state.is_preempted:
             work()
 
     def seal(self) -> None:
-        """Say that this process captures nothing more."""
+        """Report that this process has stopped capturing."""
         self._link.update(structs.replace, is_sealed=True)
 
     # Answers
@@ -285,22 +288,22 @@ class KeeperClient:
         return max(steps, default=-1)
 
     def memory(self, timeout_s: float) -> MemoryInventory:
-        """Return what the keeper holds for this rank, of this trainer or of a dead one. Blocks.
+        """Return the memory that the keeper holds for this rank, of this trainer or of a dead one. Blocks.
 
         Raises: KeeperError, if there is no answer in time.
         """
         answer = self._link.ask(timeout_s)
         if answer is None or answer.memory is None:
-            raise KeeperError(self.failure() or f"the keeper did not tell what it holds within {timeout_s:g} s")
+            raise KeeperError(self.failure() or f"the keeper did not report its memory within {timeout_s:g} s")
         return MemoryInventory.of(answer.memory, {slot.slot_id: slot for slot in self.mapped()})
 
     # The end
 
     def leave(self, farewell: Farewell, timeout_s: float) -> None:
-        """Part from the keeper, and unmap all slots. Nothing can be done with this client afterwards.
+        """Disconnect from the keeper, and unmap all slots. The client cannot be used afterwards.
 
-        Blocks: with ``OVER`` until the keeper received it, at most ``timeout_s``, and ends, some seconds at most; else
-        only for the moment that the thread takes to end.
+        Blocks: with ``OVER`` until the keeper has received it, at most ``timeout_s``, and has ended, at most some
+        seconds; otherwise only until the thread ends.
         """
         patience_s = _LAST_WORD_S
         if farewell is Farewell.OVER:

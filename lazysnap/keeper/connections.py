@@ -1,7 +1,6 @@
 """Connections of a keeper: to its trainers, and to other processes of the user that ask a question.
 
-Nothing here blocks. A process that does not read holds up nobody: of the states that it does not take only the newest
-one waits.
+Nothing here blocks. A process that does not read delays nobody: only its newest unsent state waits.
 """
 
 import asyncio
@@ -21,9 +20,9 @@ from lazysnap.keeper.wire import Channel, Frame, OtherVersion, WireError
 logger = logging.getLogger(__name__)
 
 _ACCEPT_AGAIN_S = 1.0
-"""Pause after no connection could be accepted, for want of descriptors."""
+"""Seconds to wait after a connection could not be accepted, for lack of descriptors."""
 _MAX_ANSWERS = 16
-"""Answers that wait for a process. One that asks more, and reads none, is disconnected."""
+"""Maximum answers that wait for a process. A process that asks more without reading is disconnected."""
 
 
 class TrainerConnection:
@@ -32,17 +31,17 @@ class TrainerConnection:
     def __init__(self, number: int, channel: Channel) -> None:
         self.number = number
         self.channel = channel
-        # A process of another container has no number here.
+        # A process of another container has no process id here.
         self.pid = channel.peer_pid or -number
         self.unsent_state: tuple[int, KeeperState] | None = None
-        """Rank and newest state, if the socket did not take it yet."""
+        """Rank and newest unsent state."""
         self.unsent_answers: deque[tuple[Answer, list[int]]] = deque()
-        """Answers with their descriptors, which are closed once they are sent."""
+        """Unsent answers with their descriptors, which are closed after sending."""
         self.has_node_page = False
         self.sent_slots: set[int] = set()
         """Ids of the slots whose descriptors were sent."""
         self.is_closing = False
-        """True if it is closed once all is sent."""
+        """True if it is closed after everything is sent."""
 
     @property
     def has_unsent(self) -> bool:
@@ -65,9 +64,9 @@ class TrainerConnections:
 
         Args:
             loop: the loop of the keeper.
-            handle: takes ``ConnectionLost``, and ``ProcessDied`` of each process that was connected. Of one that cannot
-                be watched the end of a connection counts as its death.
-            received: takes a message. Its descriptors belong to the frame.
+            handle: receives ``ConnectionLost``, and ``ProcessDied`` for each process that was connected. If a
+                process cannot be watched, the end of its connection counts as its death.
+            received: receives a message. Its descriptors belong to the frame.
             first_descriptors: node page and eventfd, which each trainer gets.
             slot_descriptor: returns the descriptor of a slot by rank and id; None if it was freed.
         """
@@ -95,7 +94,7 @@ class TrainerConnections:
             sock, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # out of descriptors: never the end of the keeper
+        except OSError as error:  # out of descriptors: must never end the keeper
             logger.warning("accept: %s", error)
             self._loop.remove_reader(listener)
             self._loop.call_later(_ACCEPT_AGAIN_S, self.listen, listener)
@@ -116,13 +115,13 @@ class TrainerConnections:
         self._watch_process(connection.pid)
 
     def _watch_process(self, pid: int) -> None:
-        """Notice the death of a process, also if a forked child of it still holds its connection."""
+        """Watch for the death of a process, also if a forked child of it still holds its connection."""
         if pid in self._pidfds:
             return
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
-            return  # it is dead already, or of another container: the end of its connection counts
+            return  # it is dead already, or in another container: the end of its connection counts
         self._pidfds[pid] = pidfd
         self._loop.add_reader(pidfd, self._process_exited, pid)
 
@@ -143,12 +142,12 @@ class TrainerConnections:
                 frame.close()
 
     def _receive(self, connection: TrainerConnection) -> list[Frame] | None:
-        """Return the messages that came; None if the connection is of no use any more."""
+        """Return the received messages; None if the connection is unusable."""
         try:
             return connection.channel.receive()
         except OtherVersion as error:
             logger.warning("process %d: %s", connection.pid, error)
-            # What the message says does not matter: its header has our version.
+            # The contents do not matter: its header has our version.
             self.send_state(connection.number, 0, KeeperState(refusal=str(error)))
         except (WireError, OSError) as error:
             logger.warning("closing the connection to process %d: %s", connection.pid, error)
@@ -161,7 +160,7 @@ class TrainerConnections:
             self._handle(ProcessDied(connection.pid))
 
     def _process_exited(self, pid: int) -> None:
-        """Take the last words of a process that ended: it may have reported that it ends."""
+        """Receive the last messages of a process that ended: it may have reported its end."""
         pidfd = self._pidfds.pop(pid)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
@@ -173,13 +172,13 @@ class TrainerConnections:
             self._close_now(connection)
 
     def is_open(self, connection: TrainerConnection) -> bool:
-        """True as long as the other end is there."""
+        """True while the other end is connected."""
         return connection.number in self._connections
 
     # Sending
 
     def send_state(self, number: int, rank: int, state: KeeperState) -> None:
-        """Send a state of the keeper, now or when the socket takes it. It replaces one that was not sent yet."""
+        """Send a state of the keeper, now or when the socket is writable. It replaces an unsent state."""
         connection = self._connections.get(number)
         if connection is None:
             return
@@ -187,7 +186,7 @@ class TrainerConnections:
         self._send(connection)
 
     def answer(self, connection: TrainerConnection, answer: Answer, descriptors: Sequence[int] = ()) -> None:
-        """Send an answer. The descriptors belong to the connection from now on."""
+        """Send an answer. The connection owns the descriptors from now on."""
         if connection.number not in self._connections:
             _close_all(descriptors)
             return
@@ -199,7 +198,7 @@ class TrainerConnections:
         self._send(connection)
 
     def _send(self, connection: TrainerConnection) -> None:
-        """Send all that waits, as far as the socket takes it."""
+        """Send all waiting messages, as far as the socket accepts them."""
         try:
             connection.channel.flush()
             while connection.has_unsent and not connection.channel.is_sending:
@@ -207,7 +206,7 @@ class TrainerConnections:
         except WireError:
             logger.exception("a message to process %d", connection.pid)
             self._drop_unsent(connection)
-        except OSError as error:  # that its process is gone is noticed by reading
+        except OSError as error:  # reading will notice that its process ended
             logger.info("process %d is gone: %s", connection.pid, error)
             self._drop_unsent(connection)
         if connection.has_unsent:
@@ -231,7 +230,7 @@ class TrainerConnections:
         self._send_state_now(connection, rank, state)
 
     def _send_state_now(self, connection: TrainerConnection, rank: int, state: KeeperState) -> None:
-        """Send a state with the descriptors that this trainer does not have: at first node page and eventfd."""
+        """Send a state with the descriptors that this trainer lacks: at first node page and eventfd."""
         descriptors: list[int] = []
         slots: list[int] = []
         if not state.refusal and not connection.has_node_page:
@@ -240,7 +239,7 @@ class TrainerConnections:
         for slot_id in state.slots:
             descriptor = self._slot_descriptor(rank, slot_id)
             if descriptor is None:
-                continue  # freed since the core saw it
+                continue  # freed after the core saw it
             slots.append(slot_id)
             if slot_id not in connection.sent_slots:
                 connection.sent_slots.add(slot_id)
@@ -248,7 +247,7 @@ class TrainerConnections:
         connection.channel.send(structs.replace(state, slots=tuple(slots)), descriptors)
 
     def _drop_unsent(self, connection: TrainerConnection) -> None:
-        """Give up what cannot be sent, and all that comes later: half a message is in its way."""
+        """Drop an unsendable message, and all later ones: half a message blocks the stream."""
         connection.unsent_state = None
         for _, descriptors in connection.unsent_answers:
             _close_all(descriptors)
@@ -258,7 +257,7 @@ class TrainerConnections:
     # The end
 
     def close(self, number: int) -> None:
-        """Close a connection after what was sent there."""
+        """Close a connection after sending its pending messages."""
         connection = self._connections.get(number)
         if connection is None:
             return
@@ -268,7 +267,7 @@ class TrainerConnections:
             self._close_now(connection)
 
     def close_all(self) -> None:
-        """Close all connections and the listener, without waiting for anybody."""
+        """Close all connections and the listener, without waiting."""
         for connection in list(self._connections.values()):
             self._close_now(connection)
         if self._listener is not None:

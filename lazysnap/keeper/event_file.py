@@ -1,8 +1,8 @@
-"""The file of events of one run on this node: where it is, how lines get into it, and how long it grows.
+"""The event file of one run on this node: its place, its writes and its size.
 
-It is beside the snapshots, where the first level is a directory. For a first level at a URL the keeper of node 0 writes
-it into the runtime directory, and copies it to the level every ``_COPY_S`` at most, and at the end. Lines are appended
-and never changed; a file that grew to ``MAX_FILE_BYTES`` becomes the older one, which replaces the one before it.
+If the first level is a directory, the file is there. For a first level at a URL the keeper of node 0 writes it into the
+runtime directory, and copies it to the level every ``_COPY_S`` at most, and at the end. Lines are appended and never
+changed. A file of ``MAX_FILE_BYTES`` becomes the older one, which replaces the previous older one.
 """
 
 import contextlib
@@ -36,20 +36,22 @@ from lazysnap.shard.names import events_file_name
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5
-"""Events that come within it make one write."""
+"""Seconds within which events are written together."""
 _COPY_S = 300.0
-"""Seconds between two copies to a URL, where each is a request that is paid for."""
+"""Seconds between two copies to a URL, where each request costs money."""
 _RETRY_S = 10.0
-"""Seconds until lines that could not be written are tried again."""
+"""Seconds until failed writes are retried."""
 _MOST_WAITING = 8000
-"""Events that wait to be written: a level may fail, or hang, for days. Beyond them only starts and ends are taken."""
+"""Maximum events that wait to be written, because a level may fail or hang for days. Beyond it only starts and ends are
+accepted.
+"""
 _ALWAYS = (KeeperStarted, TrainerStarted, TrainerEnded)
 
 
 class EventFileWriter:
-    """Writes the events of one run, on a thread of its own: a level that hangs holds up nothing else.
+    """Writes the events of one run, on its own thread: a level that hangs delays nothing else.
 
-    Nothing is written before the level has a snapshot: a run that stores nothing leaves nothing.
+    Nothing is written before the level has a snapshot, so a run that stores nothing leaves no file.
     """
 
     def __init__(self, level: LevelSettings, run_id: str, node: int) -> None:
@@ -59,7 +61,7 @@ class EventFileWriter:
         self._name = events_file_name(run_id, node)
         self._older_name = events_file_name(run_id, node, is_older=True)
         self._changed = threading.Condition()
-        """Guards the attributes up to the thread."""
+        """Protects the attributes up to the thread."""
         self._waiting: list[Event] = []
         self._may_write = False
         """True once the level has a snapshot, or a file of this run."""
@@ -68,11 +70,11 @@ class EventFileWriter:
         self._facts = _FileStart()
         self._directory: pathlib.Path | None = None
         self._copy: _LevelCopy | None = None
-        """The copy at the first level; None where that is a path, which has the file itself."""
+        """The copy at the first level; None if that is a path, which has the file itself."""
         self._thread.start()
 
     def add(self, event: Event) -> None:
-        """Take an event. Does not block. Thread-safe."""
+        """Add an event. Does not block. Thread-safe."""
         with self._changed:
             is_first_stored = isinstance(event, Stored) and not self._may_write
             if is_first_stored:
@@ -82,7 +84,7 @@ class EventFileWriter:
                 self._changed.notify()
 
     def close(self, timeout_s: float) -> None:
-        """Write what is left. Blocks: at most ``timeout_s``."""
+        """Write the remaining events. Blocks: at most ``timeout_s``."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -106,7 +108,7 @@ class EventFileWriter:
                 self._pause(_RETRY_S)
 
     def _begin(self) -> None:
-        """Find out where the file is. Raises: LazySnapError, if the level or the runtime directory cannot be used;
+        """Determine the place of the file. Raises: LazySnapError, if the level or the runtime directory cannot be used;
         OSError.
         """
         storage = open_storage(self._level.url, options=self._level.storage_options)
@@ -122,7 +124,7 @@ class EventFileWriter:
             self._may_write = self._may_write or is_there
 
     def _wait(self) -> bool:
-        """Block until there is something to write. Returns: True if this is the last time."""
+        """Block until there are events to write. Returns: True if this is the last time."""
         copy = self._copy
         due_in_s = copy.due_in_s() if copy is not None else None
         with self._changed:
@@ -136,12 +138,12 @@ class EventFileWriter:
         return self._is_closed or (may_write and len(self._waiting) > 0)
 
     def _pause(self, seconds: float) -> None:
-        """Block that long; less if the writer is closed."""
+        """Block for that time; less if the writer is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed, seconds)
 
     def _write(self, *, is_last: bool) -> None:
-        """Append what waits; copy the file if that is due. Raises: LevelError; OSError."""
+        """Append the waiting events; copy the file if that is due. Raises: LevelError; OSError."""
         assert self._directory is not None
         path = self._directory / self._name
         with self._changed:
@@ -164,7 +166,7 @@ class EventFileWriter:
         if size > 0 and size + len(data) > MAX_FILE_BYTES:
             os.replace(path, path.with_name(self._older_name))
             size = 0
-        if size == 0:  # also where an append failed before its first line: a full disk leaves an empty file
+        if size == 0:  # also if the first append failed: a full disk leaves an empty file
             data = b"".join(map(encode, self._facts.as_of(time.time()))) + data
         append(path, data)
         for event in events:
@@ -174,8 +176,8 @@ class EventFileWriter:
 
 
 class _FileStart:
-    """First lines of a file that begins within a start: the keeper, and the trainers that live. Without it nobody
-    could tell what the lines after it belong to, once the older file is gone.
+    """The first lines of a file that begins during a start: the keeper and its live trainers. Without them the later
+    lines could not be assigned after the older file is deleted.
     """
 
     def __init__(self) -> None:
@@ -184,7 +186,7 @@ class _FileStart:
         """By rank and start."""
 
     def note(self, event: Event) -> None:
-        """Note an event that was written."""
+        """Update this with a written event."""
         if isinstance(event, KeeperStarted):
             self._keeper = event
         elif isinstance(event, TrainerStarted):
@@ -195,7 +197,7 @@ class _FileStart:
             self._trainers.pop(_key(event), None)
 
     def as_of(self, now: float) -> list[Event]:
-        """Return the events that begin a file now: each trainer as if it had begun now, at the step it reached."""
+        """Return the events that begin a file now: each trainer as if it had started now, at its current step."""
         events: list[Event] = []
         if self._keeper is not None:
             events.append(replace(self._keeper, t=now))
@@ -216,21 +218,21 @@ class _LevelCopy:
         self._path = directory / name
         self._older_path = directory / older_name
         self._older_copied: int | None = None
-        """When the older file that is at the level was changed last, in nanoseconds."""
+        """Modification time of the older file at the level, in nanoseconds."""
         self._has_earlier = False
-        """True once the lines are here that were at the level when this keeper began."""
+        """True once the earlier lines of the level are in the file here."""
         self._due = time.monotonic()
         self.is_behind = False
         """True if lines were written since the last copy."""
 
     def due_in_s(self) -> float | None:
-        """Return the seconds until it is to be copied; ``None`` if nothing is new. Does not block."""
+        """Return the seconds until the next copy; ``None`` if nothing is new. Does not block."""
         if not self.is_behind:
             return None
         return max(0.0, self._due - time.monotonic())
 
     def write(self) -> None:
-        """Copy what is there."""
+        """Copy the files."""
         self._due = time.monotonic() + _COPY_S
         if not self._has_earlier:
             self._take_earlier()
@@ -243,15 +245,16 @@ class _LevelCopy:
         self.is_behind = False
 
     def _take_earlier(self) -> None:
-        """Append the lines of the level's copy that are not here: the keeper before this one was on another machine.
-        Their order does not matter, each line has its time.
+        """Append the lines of the level's copy that the file here lacks: an earlier keeper was on another machine.
+
+        The order of lines does not matter, because each line has its time.
         """
         try:
             earlier = self._storage.get(self._path.name)
         except FileNotFoundError:
             earlier = b""
         if len(earlier) > MAX_FILE_BYTES:
-            earlier = earlier[-MAX_FILE_BYTES:].partition(b"\n")[2]  # whole lines only
+            earlier = earlier[-MAX_FILE_BYTES:].partition(b"\n")[2]  # only whole lines
         present_lines = set[bytes]()
         with contextlib.suppress(FileNotFoundError):
             present_lines.update(self._path.read_bytes().splitlines())
@@ -267,9 +270,9 @@ class _LevelCopy:
 
 
 def append(path: pathlib.Path, data: bytes) -> None:
-    """Append whole lines to a file, all of them or none, unless the process is killed within. One process at a time.
+    """Append whole lines to a file atomically, unless the process is killed meanwhile. One process at a time.
 
-    Not durable at once: a power cut may take the last seconds.
+    Not durable at once: a power cut may lose the last seconds.
 
     Blocks. Raises: OSError.
     """
@@ -278,7 +281,7 @@ def append(path: pathlib.Path, data: bytes) -> None:
     try:
         size = os.fstat(descriptor).st_size
         if size > 0 and os.pread(descriptor, 1, size - 1) != b"\n":
-            data = b"\n" + data  # a keeper was killed while it wrote: its last line ends here
+            data = b"\n" + data  # a keeper was killed during a write: end its last line
         if os.write(descriptor, data) < len(data):
             os.ftruncate(descriptor, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

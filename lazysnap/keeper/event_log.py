@@ -1,7 +1,7 @@
-"""The notes of a keeper for the reports of its run (``lazysnap.events``), and for people (``keeper.node_state``).
+"""Records the events of a keeper for reports (``lazysnap.events``) and for ``lazysnap status`` (``keeper.node_state``).
 
-The loop calls ``note`` after each event; nothing is polled. It decides nothing, and may fail.
-``keeper.event_file`` writes the events down.
+The loop calls ``note`` after each event; nothing is polled. Errors here affect nothing else. ``keeper.event_file``
+writes the events.
 """
 
 import contextlib
@@ -39,16 +39,16 @@ _HOW_ENDED: dict[Farewell, Literal["goodbye", "left", "died"]] = {
 _LEAST_S = 1.0
 _MOST_S = 30.0
 _SHARE = 1000
-"""Seconds between two notes about a trainer: the thousandth of those that it has trained, within these bounds."""
+"""Seconds between two progress events of a trainer: a thousandth of its training time, within these bounds."""
 _REMEMBERED = 64
-"""Stored snapshots per level that are remembered until they are complete."""
+"""Maximum stored snapshots per level that are remembered until they are complete."""
 _CLOSE_S = 5.0
-# Not by import: what imports the package itself may import torch.
+# Not imported: the package itself may import torch.
 _VERSION: str = sys.modules["lazysnap"].__version__
 
 
 def _guarded(work: Callable[P, None]) -> Callable[P, None]:
-    """Keep an error here from what keeps snapshots safe."""
+    """Keep errors of the event log from the rest of the keeper."""
 
     @functools.wraps(work)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -62,64 +62,64 @@ def _guarded(work: Callable[P, None]) -> Callable[P, None]:
 
 @dataclass
 class LevelHistory:
-    """One level as far as events need to know it, and times by the wall clock, which the core does not know."""
+    """The state of one level for events, with wall-clock times, which the core does not have."""
 
     stored: deque[StepKey] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
-    """Snapshots of which this keeper stored the part of the node, since the job began."""
+    """Snapshots whose part of the node this keeper stored since the job began."""
     complete: set[StepKey] = field(default_factory=set)
-    """Complete snapshots that are noted, since the job began."""
+    """Recorded complete snapshots since the job began."""
     state: LevelState = field(default_factory=LevelState)
-    """The state that was noted last, since the job began."""
+    """The last recorded state since the job began."""
     completed: StepKey | None = None
-    """The newest snapshot that became complete while this keeper looked on."""
+    """The newest snapshot that became complete during the life of this keeper."""
     completed_ns: int | None = None
     failure: str = ""
-    """The last failure, also if the level works again. It has no secrets."""
+    """The last failure, also after recovery. It contains no secrets."""
     failed_ns: int | None = None
 
     def begin_job(self) -> None:
-        """Forget the notes of the job before; what is for people stays."""
+        """Forget the previous job, except what ``lazysnap status`` shows."""
         self.stored.clear()
         self.complete.clear()
         self.state = LevelState()
 
     def note_complete(self, key: StepKey, now_s: float) -> None:
-        """Note that a snapshot is complete."""
+        """Record a complete snapshot."""
         if self.completed is None or key > self.completed:
             self.completed = key
             self.completed_ns = int(now_s * 1e9)
 
     def note_failure(self, text: str, now_s: float) -> None:
-        """Note that the level failed."""
+        """Record a failure of the level."""
         self.failure = text
         self.failed_ns = int(now_s * 1e9)
 
 
 @dataclass
 class _Trainer:
-    """One trainer in the present file."""
+    """One trainer in the current file."""
 
     start: int
     rank: int
     """Its number among all ranks."""
     pid: int
     step: int
-    """The newest step that is noted; at first the one that it resumed."""
+    """The newest recorded step; at first the resumed one."""
     began_s: float
     """Unix time when it reported its start."""
     noted_s: float = 0.0
-    """Unix time of the last note."""
+    """Unix time of the last progress event."""
     has_passed: bool = False
-    """True if a boundary of it is noted."""
+    """True if a boundary of it was recorded."""
     has_ended: bool = False
 
     def is_due(self, now: float) -> bool:
-        """True if it is time for a note: until its first boundary always, so that the time of that is known."""
+        """True if it is time for a progress event: always before its first boundary, so that its time is exact."""
         if not self.has_passed:
             return True
         trained_s = now - self.began_s
         pause_s = min(_MOST_S, max(_LEAST_S, trained_s / _SHARE))
-        return abs(now - self.noted_s) >= pause_s  # a clock that was set back holds up nothing
+        return abs(now - self.noted_s) >= pause_s  # a clock may be set back
 
 
 class EventLog:
@@ -136,9 +136,9 @@ class EventLog:
 
     def __init__(self) -> None:
         self.processes: dict[int, tuple[int, float]] = {}
-        """Last process of each local rank, and the Unix time in seconds when it came."""
+        """The last process of each local rank, and the Unix time in seconds when it connected."""
         self.ends: dict[int, TrainerEnd] = {}
-        """End of the last trainer of each local rank that captured anything."""
+        """The end of the last trainer of each local rank that captured anything."""
         self._levels: dict[str, LevelHistory] = {}
         """By URL."""
         self._settings: JobSettings | None = None
@@ -147,18 +147,18 @@ class EventLog:
         self._is_preempted = False
         self._file: EventFileWriter | None = None
         self._pids: dict[int, int] = {}
-        """Process that trains, by local rank; only of ranks that have one."""
+        """The training process, by local rank; only of ranks that have one."""
         self._trainers: dict[int, _Trainer] = {}
-        """By local rank, also those that ended."""
+        """By local rank, also of ended trainers."""
         self._redaction = Redaction({})
 
     def level(self, url: str) -> LevelHistory:
-        """Return the history of a level, which may be new."""
+        """Return the history of a level, created if necessary."""
         return self._levels.setdefault(url, LevelHistory())
 
     @_guarded
     def job_began(self, settings: JobSettings) -> None:
-        """Note that the keeper serves a job from now on, or the same one with other settings."""
+        """Record that the keeper serves a job from now on, or the same one with other settings."""
         before = self._settings
         self._settings = settings
         self._protected = None
@@ -176,7 +176,7 @@ class EventLog:
             return
         first = settings.levels[0]
         if settings.node > 0 and not is_path(first.url):
-            return  # node 0 alone writes the file of a level at a URL
+            return  # only node 0 writes the file of a level at a URL
         self._file = EventFileWriter(first, settings.run, settings.node)
         started = events.KeeperStarted(
             t=time.time(),
@@ -192,9 +192,9 @@ class EventLog:
 
     @_guarded
     def note(self, core: Core, slots: NodeSlots) -> None:
-        """Note what is new: who came and who ended, how far the first rank is, and the state that trainers get.
+        """Record changes: new and ended trainers, the progress of the first rank, and the state for trainers.
 
-        Called after each event, and after the words of all slots were read.
+        Called after each event, when the words of all slots have been read.
 
         Args:
             core: the decisions of the keeper.
@@ -217,7 +217,7 @@ class EventLog:
         self.note_state(core.common_state())
 
     def _note_end(self, rank: Rank, slots: NodeSlots, now: float) -> None:
-        """Note the end of a trainer: its process is dead or reported that it ends, or another one took its place."""
+        """Record the end of a trainer: its process died or reported its end, or another one replaced it."""
         del self._pids[rank.number]
         faults.point("keeper.trainer_died")
         state = rank.state
@@ -289,12 +289,12 @@ class EventLog:
 
     @_guarded
     def task_ended(self, level_url: str, event: TaskEnded, key: StepKey | None) -> None:
-        """Note that the task of a level ended.
+        """Record the end of the task of a level.
 
         Args:
-            level_url: the level. What ends at another one, such as redundancy, is not noted.
-            event: how it ended. A failure is noted from the state of the level: a task may also hang.
-            key: the step that the task was to store; None if it was another task.
+            level_url: the level. Tasks of redundancy are not recorded.
+            event: the result. A failure is recorded from the state of the level, because a task may also hang.
+            key: the step that the task was to store; None for another task.
         """
         notes = self._levels.get(level_url)
         if notes is not None and isinstance(event, StepStored) and key is not None:
@@ -312,7 +312,7 @@ class EventLog:
 
     @_guarded
     def note_state(self, state: KeeperState) -> None:
-        """Note what is new in the state that trainers get, also while there is none."""
+        """Record changes in the state for trainers, also before there is one."""
         now = time.time()
         for alert in state.alerts:
             if alert not in self._alerts:
@@ -336,7 +336,7 @@ class EventLog:
         has_lost_step = state.num_failures > notes.state.num_failures
         has_begun_to_fail = bool(state.failure) and not notes.state.failure
         if not state.failure or not (has_lost_step or has_begun_to_fail):
-            return  # the same failure again, while nothing is stored
+            return  # the same failure again, and nothing was stored since
         text = self._text(state.failure)
         notes.note_failure(text, now)
         step = -1 if state.failed_step is None else state.failed_step
@@ -346,7 +346,7 @@ class EventLog:
         starts = {trainer.start for trainer in self._trainers.values()}
         steps: dict[int, list[int]] = {}
         for key in sorted(state.complete):
-            # A listing also shows what was complete before this keeper came, or before this start.
+            # A listing also shows snapshots that were complete before this keeper or this start.
             is_own = key in notes.stored
             if is_own:
                 notes.note_complete(key, now)
@@ -375,7 +375,7 @@ class EventLog:
             self._file.add(event)
 
     def close(self, timeout_s: float = _CLOSE_S) -> None:
-        """Write what is left. Blocks: at most ``timeout_s``."""
+        """Write the remaining events. Blocks: at most ``timeout_s``."""
         self._end_file(timeout_s)
 
     @_guarded
@@ -388,18 +388,18 @@ class EventLog:
 
 
 def _file_key(settings: JobSettings) -> tuple[object, ...]:
-    """Return what has a file of its own."""
+    """Return the ranks that have a file."""
     first_url = settings.levels[0].url if settings.levels else ""
     return settings.run, settings.node, first_url
 
 
 def _views_of(rank: Rank, start: int) -> list[SlotView]:
-    """Return the slots that have a capture of a start, or had one."""
+    """Return the slots that have or had a capture of a start."""
     return [view for view in rank.slots if view.start == start]
 
 
 def _progress_of(rank: Rank, trainer: _Trainer, slots: NodeSlots, now: float) -> events.Progress | None:
-    """Return how far a trainer is; None if it passed no boundary."""
+    """Return the progress of a trainer; None if it passed no boundary."""
     views = _views_of(rank, trainer.start)
     step = reached_step(views)
     state = rank.state
@@ -429,7 +429,7 @@ def _progress_of(rank: Rank, trainer: _Trainer, slots: NodeSlots, now: float) ->
 
 
 def _text_of(start: int) -> str:
-    """Return the id of a start as metadata and names of directories have it."""
+    """Return the id of a start in metadata and names of directories."""
     return f"{start:016x}"
 
 

@@ -1,4 +1,4 @@
-"""The identity of a job's keeper: the same command, started again, finds its memory by itself."""
+"""The identity of a job's keeper: the same command, started again, finds its memory."""
 
 import functools
 import hashlib
@@ -12,7 +12,7 @@ from lazysnap.keeper.runtime import KeeperFiles, runtime_directory
 
 
 def given_job_id(config: SnapshotConfig) -> str | None:
-    """The job's name, if somebody gave it one: ``config.job_id``, else ``LAZYSNAP_JOB_ID``."""
+    """The given name of the job, if any: ``config.job_id``, else ``LAZYSNAP_JOB_ID``."""
     return config.job_id or os.environ.get("LAZYSNAP_JOB_ID") or None
 
 
@@ -45,13 +45,13 @@ class JobIdentity:
 
     @property
     def arguments(self) -> list[str]:
-        """The keeper's command line. Its job and node stand there for people who list processes."""
-        # One word each: a job's name may begin with a dash.
+        """The keeper's command line. It contains job and node for process lists."""
+        # As one word each: a job's name may begin with a dash.
         return [f"--job={self.job_id}", f"--node={self.node}", f"--socket={self.files.socket_path}"]
 
     @functools.cached_property
     def files(self) -> KeeperFiles:
-        """The files by which its processes meet. Raises: KeeperError, if the user has no directory for them."""
+        """The files with which its processes connect. Raises: KeeperError, if the user has no directory for them."""
         text = f"{self.job_id}\0{self.uid}\0{self.node}"
         key = hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:16]
         return KeeperFiles(runtime_directory(), key)

@@ -1,4 +1,4 @@
-"""Start of a keeper process, and connection to one that runs."""
+"""Starts a keeper process, or connects to a running one."""
 
 import contextlib
 import os
@@ -43,13 +43,13 @@ os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, 
 
 
 class KeeperBusy(OSError):
-    """Another process is the keeper, or starts it, and does not answer."""
+    """Another process is or starts the keeper, and does not answer."""
 
 
 def try_connect(identity: JobIdentity) -> Channel | None:
-    """Return a connection to the keeper; None if there is none. Blocks: at most a second.
+    """Return a connection to the keeper; None without one. Blocks: at most a second.
 
-    Raises: KeeperError, if there is no runtime directory; WireError, if the keeper is not of this user.
+    Raises: KeeperError, without a runtime directory; WireError, if the keeper is of another user.
     """
     path = str(identity.files.socket_path)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -68,12 +68,12 @@ class StartingKeeper:
 
     channel: Channel
     process: "subprocess.Popen[bytes]"
-    """Ends at once, when the keeper is detached from it."""
+    """Ends as soon as the keeper is detached from it."""
     reaper: threading.Thread
     """Ends with ``process``."""
 
     def failure(self) -> str:
-        """Return the error of the process that starts the keeper; empty, if there was none, or it has not ended yet."""
+        """Return the error of the process that starts the keeper; empty if there is none yet."""
         status = self.process.returncode
         if not status:
             return ""
@@ -83,14 +83,14 @@ class StartingKeeper:
 def start_keeper(identity: JobIdentity, state: TrainerState, descriptors: Sequence[int] = ()) -> StartingKeeper:
     """Start a keeper, detached from this process: other session, no parent, no other descriptors.
 
-    The new process holds the job's lock before it runs: no other keeper can come between. It also holds the state of
-    this trainer and its slots, so no memory is lost if this process dies now. ``peer_pid`` of the channel is 0: the
-    first ``KeeperState`` says which process the keeper is.
+    The new process holds the job's lock before it runs, so no other keeper can start. It also holds the state of this
+    trainer and its slots, so no memory is lost if this process dies now. ``peer_pid`` of the channel is 0: the first
+    ``KeeperState`` has the process id of the keeper.
 
     Args:
         identity: identity of the job.
-        state: state of this trainer. If it is long, the rest is sent by ``Channel.flush``.
-        descriptors: those of the slots, in the order of ``state.slots``.
+        state: state of this trainer. ``Channel.flush`` sends the rest of a long one.
+        descriptors: the descriptors of the slots, in the order of ``state.slots``.
 
     Raises: KeeperBusy, if another process has the lock; WireError, if the state is too large; OSError, if no process
         can be started.
@@ -112,7 +112,7 @@ def start_keeper(identity: JobIdentity, state: TrainerState, descriptors: Sequen
             raise
         finally:
             keeper_end.close()
-            lock.close()  # the new process has it; if none was started, it is free
+            lock.close()  # the new process has the lock; if none was started, it is free
     reaper = threading.Thread(target=process.wait, name="lazysnap-reap", daemon=True)
     reaper.start()
     return StartingKeeper(channel, process, reaper)
@@ -120,9 +120,9 @@ def start_keeper(identity: JobIdentity, state: TrainerState, descriptors: Sequen
 
 @contextlib.contextmanager
 def _standard_descriptors_taken() -> Iterator[None]:
-    """Keep 0, 1 and 2 in use: a new process replaces them, so what it inherits must have other numbers.
+    """Keep descriptors 0, 1 and 2 in use: a new process replaces them, so inherited descriptors need other numbers.
 
-    They are free where the program was started with its standard descriptors closed (``<&- >&- 2>&-``).
+    They are free if the program was started with closed standard descriptors (``<&- >&- 2>&-``).
     """
     placeholders = [os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)]
     while placeholders[-1] <= _LAST_STANDARD_DESCRIPTOR:

@@ -1,8 +1,7 @@
-"""The files of this node at a level: they are named, listed and deleted here.
+"""The files of this node at a level: names, listing and deletion.
 
-A level may hold snapshots of earlier starts of the run, whose team (number of nodes, ranks of a node) was another one.
-Where all nodes see the same place, the files of such a snapshot are shared out among the nodes by their numbers, so
-that each is read and deleted once.
+A level may have snapshots of earlier starts with another team (number of nodes, ranks of a node). At a shared level the
+files of such a snapshot are divided among the nodes by number, so that each is read and deleted once.
 """
 
 import contextlib
@@ -30,8 +29,8 @@ logger = logging.getLogger(__name__)
 class LevelFiles:
     """The files of one node at one level, for one training. All methods but the constructor block.
 
-    Each task of the level has a thread of its own. One that hangs is left behind, and changes nothing here: each
-    operation of a storage first calls the ``beat`` of its task, which raises by then.
+    Each task of the level has its own thread. A hanging thread is abandoned and changes nothing here: each operation of
+    a storage first calls the ``beat`` of its task, which then raises.
 
     Example::
 
@@ -44,7 +43,7 @@ class LevelFiles:
         """Remember the settings. Does no I/O.
 
         Args:
-            settings: those of the job.
+            settings: the settings of the job.
             index: number of the level, 0 the fastest.
             faster: the files of the levels before it, in order.
         """
@@ -54,36 +53,36 @@ class LevelFiles:
         self.url = level.url
         self.faster = tuple(faster)
         self.is_shared = level.is_shared or settings.num_nodes == 1
-        """True if all nodes see the same place there."""
+        """True if all nodes share the level."""
         self.name = NodeName(settings.node, settings.num_nodes)
         """Name of the file that this node writes."""
         self._pace = RateLimiter(level.max_bytes_per_s)
         self._storage: Storage | None = None
-        """The storage, not watched: it outlives a task."""
+        """The storage, without a watchdog: it outlives a task."""
         self._is_swept = False
         self._uncommitted: set[StepKey] = set()
-        """Steps that this keeper began to write, and that were not read back since."""
+        """Steps that this keeper began to write and that were not read back."""
         self.newest_directory: str | None = None
-        """The directory of the newest snapshot that this node stored here: the next one may share its base."""
+        """The directory of the newest snapshot that this node stored here. The next one may share its base."""
         self._has_read_base = False
-        """True once this keeper read the base of that snapshot, and found it whole."""
+        """True once this keeper has verified the base of that snapshot."""
         self._other_runs: dict[StepKey, str] = {}
-        """The run of captures that were made before this job, in another run, and are stored all the same."""
+        """The run of captures that were made before this job, in another run, and are stored anyway."""
 
     # The storage
 
     def open(self, beat: Beat) -> Storage:
-        """Return the storage as one task uses it. The first call removes what dead writers left.
+        """Return the storage for one task. The first call removes files of dead writers.
 
         Args:
-            beat: called before each operation. What it raises ends the task.
+            beat: called before each operation. Its errors end the task.
 
         Raises: LevelError; ConfigError; what ``beat`` raises.
         """
         opened = self._storage
         if opened is None:
             opened = self._open_new()
-            beat()  # a thread that was left behind does not replace the storage of later tasks
+            beat()  # an abandoned thread does not replace the storage of later tasks
             self._storage = opened
         storage = WatchedStorage(opened, beat, self._pace)
         if not self._is_swept:
@@ -98,11 +97,11 @@ class LevelFiles:
         return WatchedStorage(self._open_new(), beat)
 
     def reopen(self) -> None:
-        """Open the storage anew at the next task: credentials may have expired, a mount may be stale."""
+        """Open the storage again at the next task: credentials may have expired, a mount may be stale."""
         self._storage = None
 
     def probe(self, beat: Beat) -> None:
-        """Try a small write, opened anew. Raises: LevelError; what the storage raises."""
+        """Try a small write, opened again. Raises: LevelError; what the storage raises."""
         self.reopen()
         probe(self.open(beat))
 
@@ -125,13 +124,13 @@ class LevelFiles:
         return FilePlace(storage, self.directory(key), self.name)
 
     def _is_deleted_here(self, name: NodeName) -> bool:
-        """True if this node deletes a committed file of that name, once its snapshot is not needed any more."""
+        """True if this node deletes a committed file of that name, once its snapshot is not needed."""
         if self.is_shared and name.nodes == self.name.nodes:
             return name == self.name
         return self._falls_to_this_node(name)
 
     def _manifests_to_delete(self, file_names: Sequence[str]) -> list[NodeName]:
-        """Return the names of the committed files in a directory that are this node's to delete."""
+        """Return the names of the committed files in a directory that this node must delete."""
         names = []
         for file_name in file_names:
             parsed = parse_file_name(file_name)
@@ -140,13 +139,13 @@ class LevelFiles:
         return names
 
     def _sweeps(self, name: NodeName) -> bool:
-        """True if this node removes what dead writers left of files of that name."""
+        """True if this node removes leftovers of files of that name."""
         return name == self.name or self._falls_to_this_node(name)
 
     def _falls_to_this_node(self, name: NodeName) -> bool:
-        """Share out the files of an earlier team by number.
+        """Divide the files of an earlier team by number.
 
-        On a disk of its own a node finds files of whatever number it had when it wrote them.
+        On its own disk a node finds files with whatever number it had when it wrote them.
         """
         return not self.is_shared or name.node % self.settings.num_nodes == self.settings.node
 
@@ -182,7 +181,7 @@ class LevelFiles:
         )
 
     def _is_uncommitted(self, file_names: Sequence[str]) -> bool:
-        """True if a directory has bytes of this node, and no manifest of it."""
+        """True if a directory has a file of this node without its manifest."""
         has_bytes = self.name.file in file_names or self.name.base in file_names
         return has_bytes and self.name.manifest not in file_names
 
@@ -194,7 +193,7 @@ class LevelFiles:
         return StepKey(int(name.start, 16), name.step)
 
     def _is_stored(self, storage: Storage, directory: str, file_names: Sequence[str]) -> bool:
-        """True if this node's part of a snapshot is there. What is damaged does not count."""
+        """True if this node's part of a snapshot exists. Damaged files do not count."""
         try:
             if self.name.manifest in file_names:
                 manifest = read_committed(FilePlace(storage, directory, self.name))
@@ -202,7 +201,7 @@ class LevelFiles:
                     return True
             return self._is_stored_by_another_team(storage, directory, file_names)
         except FileNotFoundError:
-            return False  # it was just deleted
+            return False  # deleted meanwhile
         except FormatError as error:
             logger.warning("%s: %s does not count: %s", storage.url, directory, error)
             return False
@@ -212,9 +211,9 @@ class LevelFiles:
         return manifest.meta.world_size == self.settings.world_size and ranks == set(self.settings.ranks)
 
     def _is_stored_by_another_team(self, storage: Storage, directory: str, file_names: Sequence[str]) -> bool:
-        """True if all manifests of a snapshot are there, and the files that fall to this node are whole.
+        """True if all manifests of a snapshot exist, and this node's files are whole.
 
-        On disks of their own no node sees that all manifests are there. Raises: FormatError; FileNotFoundError.
+        With a disk per node no node can see all manifests. Raises: FormatError; FileNotFoundError.
         """
         listed = parse_directory(directory, file_names)
         if not self.is_shared or not listed.is_whole:
@@ -236,11 +235,11 @@ class LevelFiles:
     # Writing
 
     def begin_write(self, key: StepKey) -> None:
-        """Remember that files of this step, if they have no manifest, are of this keeper."""
+        """Record that files of this step without a manifest are of this keeper."""
         self._uncommitted.add(key)
 
     def use_run(self, key: StepKey, run_id: str) -> None:
-        """Store a capture under the run in which it was made."""
+        """Store a capture under its own run."""
         if run_id != self.settings.run:
             self._other_runs[key] = run_id
 
@@ -259,9 +258,9 @@ class LevelFiles:
     def read_back(self, storage: Storage, key: StepKey, *, is_base_new: bool) -> None:
         """Compare every byte of the file of this node with its checksums.
 
-        A base that was there before is read once by each keeper, and written anew if it is damaged.
+        An existing base is verified once by each keeper, and written again if it is damaged.
 
-        Raises: FormatError, and it is no snapshot any more; LevelError.
+        Raises: FormatError, after the snapshot was removed; LevelError.
         """
         place = self.place(storage, key)
         try:
@@ -273,22 +272,22 @@ class LevelFiles:
             with contextlib.suppress(FileNotFoundError):
                 place.withdraw()
             if not place.is_link():
-                place.delete_or_leave()  # a place where all is read back damaged would fill up
+                place.delete_or_leave()  # such a level would fill up
             raise FormatError(f"{storage.url}: step {key.step}: it was read back damaged: {error}") from error
 
     def end_write(self, key: StepKey) -> None:
-        """The file of this step counts from now on."""
+        """Count the file of this step from now on."""
         self._uncommitted.discard(key)
         self.newest_directory = self.directory(key)
 
     # Deleting
 
     def delete(self, storage: Storage, keys: Sequence[StepKey]) -> None:
-        """Delete the files of snapshots that are this node's to delete, manifests first. Raises: LevelError.
+        """Delete this node's files of snapshots, manifests first. Raises: LevelError.
 
-        Of a snapshot that has a name nothing is deleted, nor if a file is a symbolic link or is behind one.
+        Snapshots with a name, symbolic links and files behind links are not deleted.
         """
-        # A level that is not there fails here. A directory that is not there would look as if it was deleted.
+        # A missing level must fail here. A missing directory would look as if it was deleted.
         directories = set(storage.list())
         for key in keys:
             if self.directory(key) in directories:
@@ -310,7 +309,7 @@ class LevelFiles:
     def _delete_uncommitted(self, storage: Storage, key: StepKey) -> None:
         """Delete a file without manifest.
 
-        If another process wrote it, it may be a copy in progress (``cp``, ``rsync``): then it stays for a day.
+        A file of another process may be a copy in progress (``cp``, ``rsync``), and stays for a day.
         """
         place = self.place(storage, key)
         if place.is_link():
@@ -322,16 +321,12 @@ class LevelFiles:
             if is_stale(storage, path):
                 storage.delete(path)
 
-    # Names that users give
+    # Names of users
 
     def set_names(
         self, storage: Storage, added: Sequence[NamedStep], released: Sequence[NamedStep]
     ) -> tuple[NameRefusal, ...]:
-        """Take names away from all snapshots of the run, then give names.
-
-        Returns: the names that can never be given.
-        Raises: LevelError.
-        """
+        """Remove names from all snapshots of the run, then give names."""
         for name in sorted({named.name for named in released}):
             release(storage, self.settings.run, name)
             faults.point("keeper.names.released")

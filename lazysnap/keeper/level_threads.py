@@ -1,12 +1,12 @@
-"""Threads of a keeper for the tasks of its levels: each task has one of its own, and each level one task at a time.
+"""Runs the tasks of the levels: each task has its own thread, and each level one task at a time.
 
 ::
 
     loop ──Task──> LevelThreads ──thread──> run_level_task ──TaskEnded──> loop
 
-Storage levels come first, redundancy is the level after the last. A thread that hangs at a level cannot be ended. The
-loop leaves it alone, and the next task has another one. A task that was cancelled notices that when the level answers,
-and commits nothing.
+Storage levels come first; redundancy is the last level. A thread that hangs at a level cannot be ended. The loop
+abandons it, and the next task gets another thread. A cancelled task notices that when the level answers, and commits
+nothing.
 """
 
 import functools
@@ -36,32 +36,32 @@ class LevelThreads:
         """Begin without levels.
 
         Args:
-            post: hands an event to the loop, from any thread.
-            ended: takes each task whose thread returned, also one that was cancelled. On the thread of the task.
+            post: passes an event to the loop, from any thread.
+            ended: called for each task whose thread returned, also for a cancelled one, on its thread.
             parity_task: returns the work of a task of the redundancy level.
         """
         self._post = post
         self._ended = ended
         self._parity_task = parity_task
         self._files: list[LevelFiles] = []
-        """By storage level. Redundancy, the level behind them, has none."""
+        """By storage level. Redundancy has none."""
         self._running: dict[int, TaskControl] = {}
         """The newest task of each level that has not returned."""
 
     @property
     def is_busy(self) -> bool:
-        """True if a task runs that was not cancelled."""
+        """True if a task is running and not cancelled."""
         return any(not control.is_cancelled for control in self._running.values())
 
     def moved_bytes(self, level: int) -> int:
-        """Return the bytes that the task of a level moved so far."""
+        """Return the bytes that the task of a level has moved."""
         control = self._running.get(level)
         if control is None or control.is_cancelled:
             return 0
         return control.moved_bytes
 
     def begin(self, settings: JobSettings) -> None:
-        """Work for these settings from now on. Tasks of earlier ones were cancelled."""
+        """Use these settings from now on. Tasks of earlier settings were cancelled."""
         self._running = {}
         self._files = []
         for index in range(len(settings.levels)):
@@ -81,16 +81,16 @@ class LevelThreads:
         thread = threading.Thread(target=self._run, args=(work, control), name=f"level-{task.level}", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the machine has no thread left
+        except RuntimeError as error:  # no thread can be started
             self._ended(control, Failed(task.number, str(error)))
 
     def forget(self, control: TaskControl) -> None:
-        """Note that a task ended."""
+        """Record that a task ended."""
         if self._running.get(control.task.level) is control:
             del self._running[control.task.level]
 
     def cancel(self, level: int, number: int) -> None:
-        """Have a task commit nothing any more."""
+        """Cancel a task: it commits nothing more."""
         control = self._running.get(level)
         if control is not None and control.task.number == number:
             control.is_cancelled = True
@@ -103,7 +103,7 @@ class LevelThreads:
 
 
 def _slots_of_task(task: Task, slots: NodeSlots) -> NodeSlots:
-    """Return the slots that a task reads: a thread that hangs must not keep the memory of others."""
+    """Return only the slots that a task reads: a hanging thread must not keep the memory of others."""
     if not isinstance(task, WriteLevel):
         return {}
     read: dict[int, dict[int, Slot]] = {}

@@ -6,7 +6,7 @@
                                             ▲                                            │
                                             └───────── call_soon_threadsafe ─────────────┘ threads of levels, of memory
 
-An unexpected error ends the process: its trainers start another keeper, and hand their memory over.
+An unexpected error ends the process. Its trainers then start another keeper, and hand their memory over.
 """
 
 import asyncio
@@ -71,13 +71,13 @@ from lazysnap.memory.words import NodePage
 logger = logging.getLogger(__name__)
 
 _MAX_ROUNDS = 16
-"""Times that the words are read again for one event. What is still to be seen then is seen with the next one."""
+"""Maximum times that the words are read again for one event. The next event continues."""
 
 
 class Keeper:
-    """Carries out what the core decides. Everything runs on the loop's thread, unless it says something else.
+    """Carries out the decisions of the core. Everything runs on the loop's thread, unless documented otherwise.
 
-    Each action of the core leads to one part of the keeper.
+    One part of the keeper handles each action of the core.
     """
 
     def __init__(self, lock: KeeperLock, trouble: Trouble) -> None:
@@ -95,7 +95,7 @@ class Keeper:
         NODE.expect(self._core.ranks.growth_bytes)
         self._timer: asyncio.TimerHandle | None = None
         self._must_observe = False
-        """True if words were changed, or slots came or went, since the core saw them."""
+        """True if words or slots changed since the core saw them."""
         self._exit_status = 0
         self._is_ending = False
         self._node_page = NodePage.create()
@@ -109,7 +109,7 @@ class Keeper:
             self._slot_descriptor,
         )
         self._handed_over: list[int] = []
-        """Descriptors of the message that is handled, until ``AdoptSlots`` takes them."""
+        """Descriptors of the current message, until ``AdoptSlots`` takes them."""
         self._others = OtherNodes(self._loop, self._handle, self._slots, self._num_ranks)
         self._levels = LevelThreads(self._post, self._task_returned, self._others.parity_task)
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
@@ -123,15 +123,16 @@ class Keeper:
             listener: a socket that listens at the job's path.
             trainer: connection to the trainer that started this process.
 
-        Returns: the exit status: 0 once the job is over, 1 after an error. Then trainers hand their memory to another
-            keeper.
+        Returns: the exit status: 0 once the job is over, 1 after an error. After an error the trainers hand their
+            memory to the next keeper.
         """
         self._connections.listen(listener)
         if trainer is not None:
             self._connections.add(trainer)
         self._loop.add_reader(self._wake, self._woken)
         self._loop.add_signal_handler(signal.SIGTERM, self._handle, PlainEvent.TERMINATED)
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
+        # Slurm sends SIGTERM to all processes of a step; it is meant for trainers
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
         self._loop.call_later(REFRESH_S, self._refresh_lock)
         self._trouble.notify = self._trouble_came
@@ -140,7 +141,7 @@ class Keeper:
         faults.point("keeper.started")
         self._loop.run_forever()
         if self._exit_status == 0:
-            # Before the trainers see the end: a launcher may then kill what is left of the job.
+            # Before the trainers see the end, after which a launcher may kill the rest of the job.
             self._events.close()
         self._connections.close_all()
         self._others.close()
@@ -153,7 +154,7 @@ class Keeper:
     # Events
 
     def _handle(self, event: Event) -> None:
-        """Take an event, and carry out what follows."""
+        """Handle an event, and carry out the resulting actions."""
         if self._is_ending:
             return
         self._observe()
@@ -163,7 +164,7 @@ class Keeper:
         self._follow_up()
 
     def _observe(self) -> None:
-        """Show the core the words of all slots; again whenever it changed some, until nothing follows any more."""
+        """Pass the words of all slots to the core, again whenever it changed some, until it returns no actions."""
         for _ in range(_MAX_ROUNDS):
             self._must_observe = False
             self._step(SlotsSeen(self._slots.views()))
@@ -180,14 +181,14 @@ class Keeper:
             self._perform(action)
 
     def _follow_up(self) -> None:
-        """Do what has to follow any event."""
+        """Do what follows every event."""
         self._events.note(self._core, self._slots.by_rank)
         self._answer_stop()
         self._compute_checksums_at_rest()
         self._set_timer()
 
     def _woken(self) -> None:
-        """A trainer began a capture that some level waits for."""
+        """Handle the begin of a capture that some level waits for."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         if not self._is_ending:
@@ -195,7 +196,7 @@ class Keeper:
             self._follow_up()
 
     def _post(self, event: Event) -> None:
-        """Take an event from any thread."""
+        """Handle an event from any thread."""
         self._loop.call_soon_threadsafe(self._handle_posted, event)
 
     def _handle_posted(self, event: Event) -> None:
@@ -212,7 +213,7 @@ class Keeper:
             self._timer = self._loop.call_at(wake_at, self._handle, PlainEvent.TIME_PASSED)
 
     def _trouble_came(self) -> None:
-        """An error was logged. Called on any thread."""
+        """Handle a logged error. Called on any thread."""
         self._loop.call_soon_threadsafe(self._report_trouble)
 
     def _report_trouble(self) -> None:
@@ -220,7 +221,7 @@ class Keeper:
             self._handle(KeeperTrouble(self._trouble.texts.get()))
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """End the process: nobody knows what is left undone."""
+        """End the process after an error: its state is undefined."""
         self._exit_status = 1
         self._is_ending = True
         loop.stop()
@@ -277,12 +278,12 @@ class Keeper:
 
     def _set_awaited_step(self, step: int | None) -> None:
         self._node_page.set_awaited_step(step)
-        self._must_observe = True  # the step may have begun a moment ago
+        self._must_observe = True  # the step may have begun just before
 
     def _set_word(self, action: VoidSlot | Hold | Release) -> None:
         slot = self._slots.find(action.rank, action.slot_id)
         if slot is None:
-            return  # freed since the core saw it
+            return  # freed after the core saw it
         self._must_observe = True
         match action:
             case VoidSlot():
@@ -296,13 +297,13 @@ class Keeper:
     # Levels
 
     def _num_ranks(self, start: int) -> int:
-        """Return the ranks of the node in the present start; 0 of any other one."""
+        """Return the number of ranks of the node in the current start; 0 for another start."""
         if self._core.job is None or start != self._core.job_start:
             return 0
         return self._core.job.settings.num_ranks
 
     def _task_returned(self, control: TaskControl, event: TaskEnded) -> None:
-        """Take the end of a task. Called on its thread."""
+        """Handle the end of a task. Called on its thread."""
         self._loop.call_soon_threadsafe(self._task_ended, control, event)
 
     def _task_ended(self, control: TaskControl, event: TaskEnded) -> None:
@@ -324,7 +325,7 @@ class Keeper:
         self._handle(SlotMade(rank))
 
     def _compute_checksums_at_rest(self) -> None:
-        """Use the time in which memory waits for a restart, and no level works."""
+        """Compute checksums while memory waits for a restart, and no level works."""
         is_waiting = self._core.phase is Phase.LINGERING and not self._core.is_served
         self._memory.rest(is_resting=is_waiting and not self._levels.is_busy)
 
@@ -346,12 +347,12 @@ class Keeper:
         try:
             self._handle(TrainerReported(connection.number, connection.pid, state))
         finally:
-            # Of a trainer that is refused, or that handed over nothing of use.
+            # From a trainer that is refused, or that handed over nothing usable.
             frame.descriptors = self._handed_over
             self._handed_over = []
 
     def _send_state(self, connection: int, rank: int, state: KeeperState) -> None:
-        """Send a state, with the bytes that tasks moved where somebody waits for them: the core does not know them."""
+        """Send a state. If a trainer waits for a step, add the bytes that tasks moved, which the core does not have."""
         levels = []
         for index, level in enumerate(state.levels):
             moved_bytes = self._levels.moved_bytes(index)
@@ -362,7 +363,7 @@ class Keeper:
         self._connections.send_state(connection, rank, structs.replace(state, levels=tuple(levels)))
 
     def _send_progress(self, level: int) -> None:
-        """Send the last states again, with the bytes that a task moved since."""
+        """Send the last states again, with the bytes that a task has moved."""
         for rank in self._core.ranks.all:
             state = rank.last_sent
             if state is not None and level < len(state.levels) and state.levels[level].writing is not None:
@@ -379,7 +380,7 @@ class Keeper:
             self._connections.answer(connection, Answer(number=question.number, text=text))
 
     def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
-        self._handle(PlainEvent.TIME_PASSED)  # captures may have begun that nothing woke the keeper for
+        self._handle(PlainEvent.TIME_PASSED)  # captures may have begun without waking the keeper
         match question.about:
             case "memory":
                 self._answers.answer_memory(connection, question)
@@ -398,6 +399,6 @@ class Keeper:
         return {index: self._levels.moved_bytes(index) for index in range(len(self._core.job.settings.levels))}
 
     def _answer_stop(self) -> None:
-        """Answer the question whether the keeper can end, once that is known; end it if so."""
+        """Answer the question whether the keeper can end, once that is known, and end it in that case."""
         if self._answers.decide_stop():
             self._loop.call_soon(self._handle, PlainEvent.TERMINATED)

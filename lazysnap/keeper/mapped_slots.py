@@ -1,4 +1,4 @@
-"""The memory of its keeper that a trainer has mapped, and the slots that it can write at full speed.
+"""The slots that a trainer has mapped, and those that it can write at full speed.
 
 ::
 
@@ -42,13 +42,13 @@ class MappedSlots:
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self.all: tuple[TrainerSlot, ...] = ()
-        """Every slot, in no order. It is replaced as a whole, so any thread may read it without a lock."""
+        """Every slot, unordered. Replaced as a whole, so any thread may read it without a lock."""
         self.ready: tuple[TrainerSlot, ...] = ()
-        """The slots whose pages are in the tables of this process. It is replaced as a whole, too."""
+        """The slots whose pages are in the tables of this process. Replaced as a whole, too."""
         self.newest_sequence = 0
-        """The greatest sequence number of any capture that was in a slot when it was mapped."""
+        """The greatest sequence number in a slot when it was mapped."""
         self.make_ready: Callable[[TrainerSlot], None] = _do_nothing
-        """Called in the background for a slot with its pages in place, before it counts as ready."""
+        """Called in the background for a populated slot, before it counts as ready."""
         self._waiting: list[TrainerSlot] = []
         """Slots that are not populated yet."""
         self._mapping_problem = ""
@@ -92,29 +92,29 @@ class MappedSlots:
             slot.close()
 
     def want(self) -> None:
-        """Captures will come: from now on pages are put in place for them, in the background.
+        """Populate slots in the background from now on, because captures will come.
 
-        Not before: beside a restart, which only reads, that takes a processor and the lock of the address space; a
-        restore of 1.2 GB took twice as long.
+        Not earlier: during a restart it takes a processor and the lock of the address space. A restore of 1.2 GB took
+        twice as long.
         """
         with self._lock:
             self._is_wanted = True
             self._begin_populating()
 
     def remove(self, slot: TrainerSlot) -> bool:
-        """Forget a slot. It is unmapped when nobody uses it any more. Returns: False if it is not mapped."""
+        """Remove a slot. It is unmapped when nobody uses it any more. Returns: False if it is not mapped."""
         with self._lock:
             if slot not in self.all:
                 return False
             self.all = _without(self.all, slot)
             self.ready = _without(self.ready, slot)
             self._waiting = [waiting for waiting in self._waiting if waiting is not slot]
-        # Not ``close``: another thread may still read its words.
+        # Not ``close``, because another thread may still read its words.
         weakref.finalize(slot, os.close, slot.descriptor).atexit = False
         return True
 
     def close(self) -> None:
-        """Unmap all slots: nobody uses them any more. Blocks: seconds at most, while one is being populated."""
+        """Unmap all slots, which must be unused. Blocks: at most some seconds, while one is being populated."""
         with self._lock:
             slots = self.all
             self.all = ()
@@ -176,7 +176,7 @@ class MappedSlots:
 
 
 class Doorbell:
-    """Page and eventfd of a keeper: one load of a word, and a system call where the keeper waits.
+    """Page and eventfd of a keeper: to wake it takes one load of a word, and a system call only if the keeper waits.
 
     They are closed when no thread uses them any more.
 

@@ -1,4 +1,4 @@
-"""The captures that the keeper of this node holds for one rank: the keeper's answer, together with the mapped slots."""
+"""The captures that the keeper of this node holds for one rank, from its answer and the mapped slots."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class MemoryEntry:
     rank: int
     world_size: int
     checksums: Checksums | None
-    """None while the keeper did not compute them."""
+    """None if the keeper has not computed them."""
     slot: Slot
     is_repeatable: bool
     """See ``SlotView``."""
@@ -30,7 +30,7 @@ class MemoryEntry:
 
 @dataclass(frozen=True)
 class MemoryInventory:
-    """All that the keeper holds for one rank."""
+    """All captures that the keeper holds for one rank."""
 
     entries: tuple[MemoryEntry, ...] = ()
     end: TrainerEnd | None = None
@@ -38,15 +38,15 @@ class MemoryInventory:
     local_ranks: tuple[int, ...] = ()
     """Ranks for which the keeper has slots, this one included."""
     parity: tuple[HeldParity, ...] = ()
-    """Parity that the node holds; for the first rank of a node alone."""
+    """Parity that the node holds; only for the first rank of a node."""
 
     @classmethod
     def of(cls, memory: KeptMemory, slots: Mapping[int, Slot]) -> "MemoryInventory":
-        """Return the contents of a keeper's answer, without the captures that cannot be read.
+        """Return the contents of a keeper's answer, without unreadable captures.
 
         Args:
             memory: the keeper's answer.
-            slots: the slots of that rank that this process mapped, by their id.
+            slots: the slots of that rank that this process mapped, by id.
         """
         entries = []
         for facts in memory.slots:
@@ -69,7 +69,7 @@ def _entry(slot: Slot, facts: SlotFacts) -> MemoryEntry | None:
     except LazySnapError:
         return None
     if slot.view().sequence != view.sequence:
-        return None  # its trainer is alive, and began another capture meanwhile
+        return None  # its trainer is alive, and began another capture
     checksums = None
     if facts.sequence == view.sequence:
         checksums = facts.checksums

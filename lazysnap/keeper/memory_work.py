@@ -1,4 +1,4 @@
-"""Slow work with the memory of slots, on one thread beside the loop: slots are made, captures get checksums."""
+"""Slow work with the memory of slots, on one thread: makes slots, and computes checksums of captures."""
 
 import functools
 import logging
@@ -20,7 +20,7 @@ CallSoon = Callable[[Callable[[], None]], object]
 
 
 class MemoryWork:
-    """Begins the work, and hands over what comes of it. Used on the loop's thread."""
+    """Begins the work, and passes on the results. Used on the loop's thread."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class MemoryWork:
 
         Args:
             slots: all slots of the node.
-            call_soon: runs something on the loop; may be called on any thread.
-            post: hands an event to the loop; may be called on any thread.
-            slot_made: takes a new slot of a rank. Called on the loop.
+            call_soon: runs a function on the loop. Thread-safe.
+            post: passes an event to the loop. Thread-safe.
+            slot_made: receives a new slot of a rank. Called on the loop.
         """
         self._slots = slots
         self._call_soon = call_soon
@@ -43,16 +43,16 @@ class MemoryWork:
         self._slot_made = slot_made
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_resting = False
-        """True while nobody trains: then nothing is written into the slots."""
+        """True while nobody trains, so that nothing is written into the slots."""
         self._is_computing = False
         threading.Thread(target=self._run, name="memory", daemon=True).start()
 
     def _run(self) -> None:
-        """Do one piece of work after the other. Each handles its own errors."""
+        """Do all waiting work. Each piece handles its own errors."""
         while True:
             work = self._work.get()
             work()
-            del work  # it has slots, which must not be kept while the thread waits
+            del work  # it references slots, which must not be kept while the thread waits
 
     # Slots
 
@@ -80,7 +80,7 @@ class MemoryWork:
     # Checksums
 
     def rest(self, *, is_resting: bool) -> None:
-        """Compute checksums of captures while nobody trains, the newest first. A restart compares them."""
+        """Compute checksums of captures while nobody trains, the newest first. A restart verifies them."""
         self._is_resting = is_resting
         if not is_resting or self._is_computing:
             return
@@ -95,7 +95,7 @@ class MemoryWork:
         checksums = None
         try:
             checksums = compute_checksums(slot, view, self._must_stop)
-        except Exception:  # the last handler of this work; without checksums a restart compares less
+        except Exception:  # the last handler of this work; without checksums a restart verifies less
             logger.exception("checksums of captures")
         self._call_soon(functools.partial(self._computed, slot, view, checksums))
 

@@ -1,8 +1,8 @@
-"""A node's part of a snapshot: what it alone holds, and what parity on other nodes protects. One byte string.
+"""A node's part of a snapshot: the bytes that only this node holds, and that parity on other nodes protects.
 
 It begins with the length of an index (8 bytes, little-endian) and the index, JSON: of each rank ``[rank, bytes of its
-metadata, bytes of its shard]``. Then follow, rank by rank, the metadata of the capture and the shard. Of a shard only
-the tensors are there that no more nodes hold than may be lost: of others there will be a copy.
+metadata, bytes of its shard]``. The metadata of the capture and the shard follow, rank by rank. A shard contains only
+tensors that no more nodes hold than may be lost: of other tensors a copy survives.
 """
 
 import json
@@ -20,7 +20,7 @@ from lazysnap.shard.limits import MAX_RANKS
 _LENGTH_BYTES = 8
 _MAX_INDEX_BYTES = 8 << 20
 ReadBytes = Callable[[int, int], memoryview]
-"""Returns bytes: from an offset, so many."""
+"""Returns the given number of bytes from an offset."""
 
 
 class NodePart:
@@ -30,10 +30,10 @@ class NodePart:
         """Read the headers of the captures.
 
         Args:
-            captures: those of all ranks of the node, in order.
-            most_lost: nodes that may be lost; what more of them hold is left out.
+            captures: the captures of all ranks of the node, in order.
+            most_lost: number of nodes that may be lost. Tensors that more nodes hold are omitted.
 
-        Blocks: until the headers are copied. Raises: CaptureAborted; what a capture raises where it would wait.
+        Blocks: until the headers are copied. Raises: CaptureAborted; errors of a capture that would have to wait.
         """
         self._captures = captures
         shards: list[CaptureReader | SharedPart] = []
@@ -44,7 +44,7 @@ class NodePart:
                 shards.append(SharedPart(capture.meta, capture, cut=held_by_few(most_lost)))
         metas = [shard.meta.to_bytes() for shard in shards]
         self.index: list[tuple[int, int, int]] = []
-        """Of each rank: its number, the bytes of its metadata, and those of its shard."""
+        """For each rank: its number, the bytes of its metadata, and those of its shard."""
         for shard, meta in zip(shards, metas, strict=True):
             self.index.append((shard.meta.rank, len(meta), shard.size_bytes))
         text = json.dumps(self.index, separators=(",", ":")).encode()
@@ -61,7 +61,7 @@ class NodePart:
         self.size_bytes += source.size_bytes
 
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. What is in several pieces is put together."""
+        """See ``BlockSource.view``. Bytes from several pieces are joined."""
         stop = min(offset + length, self.size_bytes)
         views = []
         for start, source in self._pieces:
@@ -74,7 +74,7 @@ class NodePart:
         return memoryview(b"".join(views))
 
     def check(self) -> None:
-        """Check that all that was viewed so far is of these captures. Raises: CaptureAborted."""
+        """Check that all viewed bytes are of these captures. Raises: CaptureAborted."""
         for capture in self._captures:
             capture.check()
 
@@ -89,9 +89,9 @@ def _memory(data: bytes) -> MemorySource:
 
 
 def find_capture(slots: Iterable[Slot], start: int, step: int) -> tuple[Slot, SlotView] | None:
-    """Return the slot of a rank that holds that step of that start, and its words. None: it is not captured yet.
+    """Return the slot of a rank with that step of that start, and its words. None: not captured yet.
 
-    Of several captures of the step the newest is meant. Raises: CaptureAborted, if the rank captured a later step.
+    Of several captures of the step the newest counts. Raises: CaptureAborted, if the rank captured a later step.
     """
     newest: tuple[Slot, SlotView] | None = None
     is_passed = False

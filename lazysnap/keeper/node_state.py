@@ -1,4 +1,4 @@
-"""The state of a job on one node, collected for people. Only the core, words and metadata of slots are read."""
+"""Collects the state of a job on one node for ``lazysnap status``, from the core, and words and metadata of slots."""
 
 import time
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ def node_state(
         core: the decisions of the keeper.
         slots: all slots of the node.
         parity_bytes: memory that protects other nodes.
-        log: has what the core does not know: times by the wall clock, trainers that ended.
-        moved_bytes: by index of a level, the bytes that its present task moved.
+        log: has wall-clock times and ended trainers, which the core does not have.
+        moved_bytes: by index of a level, the bytes that its current task has moved.
     """
     job = core.job
     if job is None:
@@ -42,7 +42,7 @@ def node_state(
     settings = job.settings
     common = None
     ranks = []
-    if not (core.phase is Phase.DRAINING and job.node.order.is_drained):  # else nothing needs memory any more
+    if not (core.phase is Phase.DRAINING and job.node.order.is_drained):  # otherwise nothing needs memory any more
         common = max(whole_on_all(core.ranks.views(settings)), default=None)
         for rank in core.ranks.all:
             if rank.presence is not Presence.ABSENT or rank.slots:
@@ -79,7 +79,7 @@ def _step_of(key: StepKey | None) -> int | None:
 
 
 def _problems(core: Core) -> list[str]:
-    """Return the alerts that trainers have; all of them have the same."""
+    """Return the alerts of trainers, which all have the same ones."""
     for rank in core.ranks.all:
         if rank.presence is Presence.ATTACHED and rank.last_sent is not None:
             return [alert.text for alert in rank.last_sent.alerts]
@@ -113,7 +113,7 @@ def _rank_state(core: Core, job: JobCore, rank: Rank, slots: Mapping[int, Slot],
 
 
 def _number_in_job(job: JobCore, rank: Rank) -> int:
-    """Return the number of a rank among all ranks of the last start that it took part in."""
+    """Return the global rank in the last start of that rank."""
     settings = job.settings
     if rank.state is not None and rank.state.job is not None:
         settings = rank.state.job
@@ -154,7 +154,7 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
     newest = max(level.order.complete, default=None)
     complete_ns = None
     if newest is not None and newest == history.completed:
-        # A keeper that replaces another one finds old steps complete: their time is not known.
+        # A keeper that replaces another one finds complete steps whose time is not known.
         complete_ns = history.completed_ns
     bytes_per_s = None
     if tasks.written_bytes:
@@ -179,9 +179,9 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
 
 
 def _total_bytes(job: JobCore, index: int, slots: NodeSlots) -> int:
-    """Return the bytes that the task of a level writes; 0 if it writes none, or it is not known.
+    """Return the bytes that the task of a level will write; 0 if none, or unknown.
 
-    Of a copy they are estimated: as many as the other level wrote for its last step.
+    For a copy this is an estimate: the bytes that the other level wrote for its last step.
     """
     write = job.level_tasks[index].task
     if not isinstance(write, WriteLevel):
@@ -197,7 +197,7 @@ def _total_bytes(job: JobCore, index: int, slots: NodeSlots) -> int:
 
 
 def _num_waiting(core: Core, job: JobCore, index: int) -> int:
-    """Return the number of steps that somebody wants at a level, and that are neither there nor being stored."""
+    """Return the number of required steps that a level neither has nor is storing."""
     wants = core.ranks.wants
     keys = set(wants.required)
     if index == 0:

@@ -1,6 +1,6 @@
-"""The part of a keeper that has to do with other nodes: links, reads of this node's memory, and parity.
+"""The part of a keeper for other nodes: links, reads of this node's memory, and parity.
 
-What it needs is imported with the first start that has several nodes: a keeper of one node starts without it.
+Its modules are imported with the first start that has several nodes, so a keeper of one node starts without them.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class OtherNodes:
 
         Args:
             loop: the loop of the keeper.
-            handle: takes an event, on the loop.
+            handle: receives an event, on the loop.
             slots: all slots of the node.
             num_ranks: see ``KeeperSources``.
         """
@@ -48,15 +48,15 @@ class OtherNodes:
         self._job: JobSettings | None = None
         self._settings: PeerSettings | None = None
         self._context: ParityContext | None = None
-        """Context of the parity tasks of the present start; None: it is made with the next task."""
+        """Context of the parity tasks of the current start; None: it is made with the next task."""
 
     def begin_job(self, settings: JobSettings) -> None:
-        """Protect as these settings say from now on."""
+        """Use these settings of protection from now on."""
         self._job = settings
         self._context = None
 
     def set_peers(self, settings: PeerSettings) -> None:
-        """Serve, and link to, the keepers of this start."""
+        """Serve and connect to the keepers of this start."""
         self._settings = settings
         self._context = None
         if self._peers is None:
@@ -78,7 +78,7 @@ class OtherNodes:
             self._peers.send(node, message)
 
     def slot_freed(self) -> None:
-        """Let go of slots that other nodes read, so that the memory of one that was freed goes back."""
+        """Release slots that other nodes read, so that the memory of a freed slot is returned."""
         if self._sources is not None:
             self._sources.clear()
 
@@ -86,7 +86,7 @@ class OtherNodes:
 
     @property
     def parity_bytes(self) -> int:
-        """Bytes of memory of this node that protect other nodes."""
+        """Return the bytes of memory of this node that protect other nodes."""
         return 0 if self._parity is None else self._parity.size_bytes
 
     def held_parity(self) -> list[HeldParity]:
@@ -94,7 +94,7 @@ class OtherNodes:
         return [] if self._parity is None else self._parity.inventory()
 
     def parity_task(self, task: Task, slots: NodeSlots, control: TaskControl) -> Callable[[], TaskEnded]:
-        """Return the work of a task of redundancy, for a thread of its own."""
+        """Return the work of a task of redundancy, for its thread."""
         from lazysnap.keeper.parity import run_parity_task
 
         context = self._parity_context()

@@ -1,8 +1,8 @@
-"""The parity that a keeper holds for the other nodes of its group, and the tasks that compute it out of their memory.
+"""The parity that a keeper holds for the other nodes of its group, and the tasks that compute it from their memory.
 
-Redundancy is one more level: the settings of the job say when a step is due, the core grants it, and
-``run_parity_task`` stores it. One thread per other node reads its pieces block by block, as its captures fill, and adds
-each block to the parity. So network and processor work at the same time. Reading takes one block of memory per node.
+Redundancy is one more level: a step becomes due by the settings of the job, the core grants it, and ``run_parity_task``
+stores it. One thread per other node reads its pieces block by block, as its captures fill, and adds each block to the
+parity. So network and processor work at the same time. Reading takes one block of memory per node.
 """
 
 import ctypes
@@ -50,7 +50,7 @@ from lazysnap.peers.reader import PeerReader
 logger = logging.getLogger(__name__)
 
 AHEAD_S = 10.0
-"""Seconds for which a node waits until another one begins to capture the step."""
+"""Seconds that a node waits until another one begins to capture the step."""
 _PIECE_BYTES = 16 << 20
 """Memory that is zeroed at a time."""
 Result = TypeVar("Result")
@@ -64,27 +64,27 @@ class ParitySet:
     files: dict[int, memoryview]
     """Stripes by number; see ``parity.pieces``."""
     identity: int = field(default_factory=partial(secrets.randbits, 63))
-    """Random number: another one is of parity that was computed again."""
+    """A random number that identifies this computation of the parity."""
 
     @property
     def key(self) -> StepKey:
-        """The snapshot that it protects."""
+        """The protected snapshot."""
         return StepKey(int(self.description.start, 16), self.description.step)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Return the bytes of memory that it takes."""
         return sum(len(file) for file in self.files.values())
 
 
 class ParityStore:
-    """The parity that a keeper holds. Thread-safe. It outlasts starts: only ``delete`` releases any."""
+    """The parity that a keeper holds. Thread-safe. It outlives starts: only ``delete`` releases parity."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sets: list[ParitySet] = []
         self._spare: list[memoryview] = []
-        """Memory of the parity that was released last, for the next one."""
+        """Memory of the last released parity, for the next one."""
 
     def buffers(self, count: int, size_bytes: int, beat: Callable[[], None]) -> list[memoryview]:
         """Return zeroed memory for the files of that many stripes, with all pages in place.
@@ -95,7 +95,7 @@ class ParityStore:
             spare = self._spare
             self._spare = []
         buffers = [buffer for buffer in spare if len(buffer) == size_bytes][:count]
-        del spare  # what has another size goes back to the machine before more is taken
+        del spare  # memory of another size is returned to the machine first
         for buffer in buffers:
             for _ in _zero(buffer):
                 beat()
@@ -110,13 +110,13 @@ class ParityStore:
         return buffers
 
     def add(self, parity: ParitySet) -> None:
-        """Hold the parity of a step, in place of an earlier one of the same step."""
+        """Hold the parity of a step. It replaces an earlier one of the same step."""
         with self._lock:
             other_sets = [other for other in self._sets if other.key != parity.key]
             self._sets = [*other_sets, parity]
 
     def delete(self, keys: Collection[StepKey]) -> None:
-        """Release the parity of these snapshots. Its memory is used again for the next parity."""
+        """Release the parity of these snapshots. The next parity reuses the memory."""
         with self._lock:
             kept = []
             for parity in self._sets:
@@ -128,12 +128,12 @@ class ParityStore:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of memory that it takes."""
+        """Return the bytes of memory that it takes."""
         with self._lock:
             return sum(parity.size_bytes for parity in self._sets) + sum(map(len, self._spare))
 
     def inventory(self) -> list[HeldParity]:
-        """Return the parity of each step that is held."""
+        """Return the held parity of each step."""
         with self._lock:
             return [parity.description for parity in self._sets]
 
@@ -162,19 +162,19 @@ def _zero(buffer: memoryview) -> Iterator[int]:
 
 @dataclass
 class ParityContext:
-    """All that the tasks of redundancy need of their start. ``settings.redundancy`` is given."""
+    """The data of a start for the tasks of redundancy. ``settings.redundancy`` is set."""
 
     settings: JobSettings
     peers: PeerSettings
     store: ParityStore
     pace: RateLimiter
-    """Bound for the bytes that are read of other nodes. See ``RedundancySettings.max_bytes_per_s``."""
+    """Limit for the bytes read from other nodes. See ``RedundancySettings.max_bytes_per_s``."""
     is_failing: bool = False
-    """True from a failed task until one works: only the first failure is a warning."""
+    """True from a failed task until one succeeds: only the first failure is a warning."""
 
     @property
     def redundancy(self) -> RedundancySettings:
-        """The settings of redundancy."""
+        """Return the settings of redundancy."""
         assert self.settings.redundancy is not None
         return self.settings.redundancy
 
@@ -183,7 +183,7 @@ def run_parity_task(task: Task, context: ParityContext, slots: NodeSlots, contro
     """Do a task of redundancy and return how it ended. Blocks. Never raises.
 
     Args:
-        task: what to do.
+        task: the task.
         context: the start.
         slots: the slots of this node, by local rank and slot id.
         control: ends the task when it was cancelled.
@@ -205,7 +205,7 @@ def run_parity_task(task: Task, context: ParityContext, slots: NodeSlots, contro
 
 
 def _purpose(task: Task) -> str:
-    """Return what is not protected, for a message about a task that did not end well."""
+    """Return the text for what is not protected, for a message about a task that did not end well."""
     if isinstance(task, WriteLevel):
         return f"step {task.key.step} is not protected by other nodes"
     return "nothing is protected by other nodes"
@@ -239,7 +239,7 @@ def _protect(task: WriteLevel, context: ParityContext, slots: NodeSlots, control
         parity = group.encode(description)
     finally:
         group.close()
-    # Nobody here reads the own part, and it may be the last one to be whole.
+    # Nothing else here reads the own part, and it may be the last one to become whole.
     own_part.finish()
     faults.point("keeper.parity.done")
     control.beat()
@@ -270,7 +270,7 @@ class GroupReader:
         return PeerReader(self._context.peers.secret, (address.host, address.port), beat=self._control.beat)
 
     def connect(self) -> None:
-        """Reach all of the group. Blocks. Raises: LazySnapError, naming a node that cannot be reached."""
+        """Connect to all nodes of the group. Blocks. Raises: LazySnapError, naming a node that cannot be reached."""
         self._of_all(lambda position: self._readers[position].connect())
 
     def close(self) -> None:
@@ -282,8 +282,8 @@ class GroupReader:
         """Return the facts about the parity of a step, once all nodes have begun to capture it.
 
         Args:
-            captures: those of this node.
-            own_part: what is made of them.
+            captures: the captures of this node.
+            own_part: the part made of them.
 
         Blocks. Raises: LazySnapError.
         """
@@ -316,7 +316,7 @@ class GroupReader:
         return HeldMember([rank for rank, *_ in read_index(read, size_bytes)], size_bytes)
 
     def encode(self, description: HeldParity) -> ParitySet:
-        """Return the parity that this node is to hold. Blocks. Raises: LazySnapError."""
+        """Return the parity that this node must hold. Blocks. Raises: LazySnapError."""
         pieces = Pieces(
             self._group, tuple(member.size_bytes for member in description.members), description.block_bytes
         )
@@ -332,7 +332,7 @@ class GroupReader:
         return ParitySet(description, {stripe.number: stripe.file for stripe in stripes})
 
     def _add_pieces(self, subject: PartOf, stripes: "Sequence[_Stripe]", position: int) -> None:
-        """Add all that is wanted of one node."""
+        """Add all required pieces of one node."""
         reader = self._readers[position]
         buffer = map_anonymous(self._redundancy.block_bytes)
         for stripe in stripes:
@@ -346,7 +346,9 @@ class GroupReader:
         reader.finish(subject)
 
     def _of_all(self, ask: Callable[[int], Result]) -> list[Result]:
-        """Ask every other node, each on a thread. The first failure ends the others: nobody delays its report."""
+        """Ask every other node, each on a thread. The first failure cancels the others, so that it is reported at
+        once.
+        """
         tasks = [partial(self._ask, ask, position) for position in self._others]
         return in_threads(tasks, len(self._others), "lazysnap-parity", self._interrupt)
 
@@ -362,10 +364,10 @@ class GroupReader:
 
 
 class _Stripe:
-    """The file of a stripe that is being filled, by several threads."""
+    """The file of a stripe that several threads fill."""
 
     def __init__(self, pieces: Pieces, number: int, row: int, file: memoryview) -> None:
-        """``row``: which of the parities of the stripe this is."""
+        """``row``: the index of this parity in the stripe."""
         self.number = number
         self.file = file
         self._pieces = pieces
@@ -375,7 +377,7 @@ class _Stripe:
         self._lock = threading.Lock()
 
     def num_blocks(self, position: int) -> int:
-        """Return the number of blocks of that member's piece, without those behind the end of its part."""
+        """Return the number of blocks of that member's piece, without those after the end of its part."""
         if position not in self._data:
             return 0
         return sum(self.span(position, block)[1] > 0 for block in range(self._pieces.num_blocks))
@@ -397,7 +399,7 @@ class _Stripe:
         self.file[offset : offset + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
 
     def finish(self, beat: Callable[[], None]) -> None:
-        """Note the checksums of the parity itself: all blocks are added. ``beat`` is called before each one."""
+        """Record the checksums of the parity after all blocks were added. ``beat`` is called before each one."""
         block_bytes = self._pieces.block_bytes
         for block in range(self._pieces.num_blocks):
             beat()

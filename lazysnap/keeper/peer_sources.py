@@ -1,6 +1,7 @@
-"""Sources that a keeper lets others read: slots, its node's part of a snapshot, and parity that it holds for others.
+"""The sources that a keeper serves to others: slots, its node's part of a snapshot, and parity that it holds for
+others.
 
-A source keeps its slots: one that the loop frees meanwhile stays mapped until the source is let go.
+A source keeps its slots: a slot that the loop frees stays mapped until the source is released.
 """
 
 import threading
@@ -20,10 +21,10 @@ from lazysnap.peers.messages import NotYet, ParityOf, PartOf, SlotOf, Subject
 from lazysnap.peers.reads import OpenedSource
 
 MAX_OPENED = 16
-"""Sources that stay open between two reads."""
+"""Maximum sources that stay open between two reads."""
 
 PresentSlots = Callable[[], NodeSlots]
-"""Returns the slots that the keeper has now, by local rank and slot id. Called on any thread."""
+"""Returns the current slots of the keeper, by local rank and slot id. Called on any thread."""
 
 
 class KeeperSources:
@@ -33,18 +34,18 @@ class KeeperSources:
         """Open nothing yet.
 
         Args:
-            slots: the present slots.
-            num_ranks: returns the ranks of the node in the start of that id; 0 if it is not the present one: then the
-                ranks that have a capture of it count.
+            slots: returns the current slots.
+            num_ranks: returns the number of ranks of the node in that start; 0 if it is not the current one: then
+                the ranks with a capture of it count.
             store: the parity that the keeper holds.
         """
         self._slots = slots
         self._num_ranks = num_ranks
         self._store = store
         self._opened: OrderedDict[Subject, OpenedSource] = OrderedDict()
-        """The one that was read last is last."""
+        """Open sources, the last read one last."""
         self._num_clears = 0
-        """Calls of ``clear``."""
+        """Number of calls of ``clear``."""
         self._lock = threading.Lock()
 
     def open(self, subject: Subject) -> OpenedSource:
@@ -59,7 +60,7 @@ class KeeperSources:
             num_clears = self._num_clears
         source = self._open(subject)
         with self._lock:
-            if num_clears == self._num_clears:  # else a slot of it may have been freed meanwhile
+            if num_clears == self._num_clears:  # otherwise a slot of it may have been freed
                 self._opened[subject] = source
             if len(self._opened) > MAX_OPENED:
                 self._opened.popitem(last=False)
@@ -71,7 +72,7 @@ class KeeperSources:
             self._opened.pop(subject, None)
 
     def clear(self) -> None:
-        """Let go of all slots: one of them was freed, and its memory is to go back to the machine."""
+        """Release all slots: one of them was freed, and its memory must be returned to the machine."""
         with self._lock:
             self._opened.clear()
             self._num_clears += 1

@@ -1,7 +1,7 @@
-"""Question that any process of this user may ask a keeper, its answer, and what the answer contains.
+"""The questions that any process of this user may ask a keeper, and the answers.
 
-A question has one answer, and changes nothing but for "stop". All else that a trainer and its keeper tell each other is
-state: see ``core.messages``.
+A question has one answer, and only "stop" changes anything. All other messages between trainer and keeper are states:
+see ``core.messages``.
 """
 
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from lazysnap.shard.checksum import Checksums
 
 
 class Question(Struct, frozen=True, tag="question", kw_only=True):
-    """Question to a keeper. A trainer may ask, and so may any other process of this user."""
+    """A question to a keeper, from a trainer or any other process of this user."""
 
     number: int = 0
-    """Number of the question on its connection. The answer has the same one."""
+    """The number of the question on its connection, also of the answer."""
     about: Literal["memory", "status", "stop"]
     local_rank: int = 0
-    """Rank on its node. For "memory" alone."""
+    """Rank on its node. Only for "memory"."""
     is_forced: bool = False
-    """True if the keeper is to end at once, also if not every level has the newest capture. For "stop" alone."""
+    """True if the keeper must end at once, even if a level lacks the newest capture. Only for "stop"."""
 
 
 class SlotFacts(Struct, frozen=True):
@@ -29,9 +29,9 @@ class SlotFacts(Struct, frozen=True):
 
     slot_id: int
     sequence: int
-    """Number of the capture in the slot when the keeper read its words."""
+    """Sequence number of the capture in the slot when the keeper read its words."""
     checksums: Checksums | None
-    """Checksums of the image of that capture; None while they are not computed."""
+    """Checksums of the image of that capture; None if they are not computed."""
 
 
 class TrainerEnd(Struct, frozen=True):
@@ -41,11 +41,11 @@ class TrainerEnd(Struct, frozen=True):
     """Nanoseconds since the epoch."""
     run_id: str
     step: int
-    """The step of the last boundary that it passed."""
+    """The step of its last boundary."""
 
 
 class HeldMember(Struct, frozen=True):
-    """One node of a group, when a step was protected."""
+    """One node of a group at the time of the protection."""
 
     ranks: list[int]
     size_bytes: int
@@ -64,16 +64,15 @@ class HeldParity(Struct, frozen=True):
     most_lost: int
     """See ``core.messages.RedundancySettings``."""
     block_bytes: int
-    """The most bytes that are read and compared at a time."""
+    """Maximum bytes that are read and compared at a time."""
     position: int
-    """Position of the holder among the members."""
+    """Position of the holder in the group."""
 
 
 class KeptMemory(Struct, frozen=True):
     """The memory that a keeper holds for one rank.
 
-    Whoever is not the trainer of the rank gets the descriptors of all ``slots`` along, in this order, opened for
-    reading alone.
+    Processes other than the trainer of the rank get the descriptors of all ``slots``, in this order, opened read-only.
     """
 
     slots: tuple[SlotFacts, ...] = ()
@@ -81,7 +80,7 @@ class KeptMemory(Struct, frozen=True):
     local_ranks: tuple[int, ...] = ()
     """All ranks for which the keeper has slots."""
     parity: tuple[HeldParity, ...] = ()
-    """Parity that the node holds. For local rank 0 alone."""
+    """Parity that the node holds. Only for local rank 0."""
 
 
 class CaptureTimes(Struct, frozen=True):
@@ -100,16 +99,16 @@ class RankState(Struct, frozen=True):
     phase: str
     """Presence of its trainer: see ``core.ranks``."""
     pid: int
-    """The process that trains it, or did last."""
+    """The process that trains it, or the last one."""
     since_s: float
-    """Unix time in seconds when that process came."""
+    """Unix time in seconds when that process connected."""
     lingers_s: float | None
-    """Seconds for which the memory of a dead process stays; None: none is dead, or the keeper is ending."""
+    """Seconds for which the memory of a dead process stays; None if none is dead, or the keeper is ending."""
     end: TrainerEnd | None
     reached: int | None
     """The step of the newest boundary that it passed."""
     captures: list[CaptureTimes]
-    """The oldest first."""
+    """The captures, oldest first."""
     slots: int
     memory_bytes: int
     file_bytes: int
@@ -119,15 +118,15 @@ class RankState(Struct, frozen=True):
 
 
 class LevelFacts(Struct, frozen=True):
-    """One level, as this node knows it. Texts hold no secrets."""
+    """The state of one level on this node. Texts contain no secrets."""
 
     url: str
     is_shared: bool
-    """True if all of several nodes see the same place there."""
+    """True if all of several nodes share the level."""
     newest: int | None
     """The newest complete step."""
     complete_ns: int | None
-    """Unix time when that became complete, if this keeper saw it."""
+    """Unix time when that became complete, if this keeper observed it."""
     bytes_per_s: float | None
     """The rate of the last write."""
     storing: int | None
@@ -143,7 +142,7 @@ class LevelFacts(Struct, frozen=True):
 
 
 class NodeState(Struct, frozen=True):
-    """The state of a job on one node, for people. Nothing is decided by it."""
+    """The state of a job on one node, for users only."""
 
     run_id: str
     node: int
@@ -159,7 +158,7 @@ class NodeState(Struct, frozen=True):
     ranks: list[RankState]
     levels: list[LevelFacts]
     problems: list[str]
-    """Reminders and errors that were sent to trainers and are not over."""
+    """Alerts that were sent to trainers and are not over."""
 
 
 class Answer(Struct, frozen=True, tag="answer"):
@@ -168,8 +167,8 @@ class Answer(Struct, frozen=True, tag="answer"):
     number: int = 0
     memory: KeptMemory | None = None
     status: NodeState | None = None
-    """None if the keeper knows no training yet."""
+    """None if the keeper has no training yet."""
     text: str = ""
-    """Why there is no answer, or why the keeper does not end, for people; empty otherwise."""
+    """The reason if there is no answer, or if the keeper does not end; empty otherwise."""
     durable: Mapping[str, int | None] = {}
-    """Newest complete step of each level, by URL. For "stop" alone, if the keeper ends."""
+    """Newest complete step of each level, by URL. Only for "stop", if the keeper ends."""

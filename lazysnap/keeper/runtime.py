@@ -1,4 +1,4 @@
-"""The runtime directory: where the processes of a job on this node meet.
+"""The runtime directory, in which the processes of a job on this node connect.
 
 ::
 
@@ -9,11 +9,11 @@
         events-RUN-….jsonl   events of a run whose first level is at a URL (``keeper.event_file``)
         SPACE.PID.START/     the warm parents of a process, with its PID namespace and start (``warm.directories``)
         PROGRAM.imports      the modules that a warm start of a program imports first
-        PROGRAM.left-out     those that it must not import first
+        PROGRAM.left-out     the modules that it must not import first
 
 KEY is a digest of job, user and node. The directory is the value of ``LAZYSNAP_RUNTIME_DIR``, else
-``/tmp/lazysnap-UID``. It depends on neither ``HOME``, ``TMPDIR`` nor ``XDG_RUNTIME_DIR``: the next start of a job may
-have other ones (a shell, cron, a service), and must find the same keeper. The directory of a login session is also
+``/tmp/lazysnap-UID``. It does not depend on ``HOME``, ``TMPDIR`` or ``XDG_RUNTIME_DIR``: the next start of a job may
+have other values (a shell, cron, a service), and must find the same keeper. The directory of a login session is also
 deleted at the logout, which a training may outlive.
 """
 
@@ -31,16 +31,16 @@ from lazysnap.warm import directories
 from lazysnap.warm.directories import ENVIRONMENT
 
 _LONGEST_PATH = 107
-"""Bytes that the kernel allows for the path of a socket."""
+"""Maximum bytes of the path of a socket."""
 REFRESH_S = 3600.0
-"""Programs that clean up temporary files leave alone what was changed lately."""
+"""Seconds between two updates of file times: clean-up programs spare files that changed lately."""
 _KEPT_S = 7 * 86400.0
-"""Files of jobs that ended are removed when nothing was written to them for so long."""
+"""Seconds without a change after which files of ended jobs are removed."""
 _FILE_NAME = re.compile(r"keeper-[0-9a-f]{16}\.(lock|log)")
 
 
 def runtime_directory() -> pathlib.Path:
-    """Return the directory, which exists from then on. Raises: KeeperError, if another user could write there."""
+    """Return the directory, created if necessary. Raises: KeeperError, if another user could write there."""
     try:
         return pathlib.Path(directories.runtime_directory())
     except PermissionError as error:
@@ -57,7 +57,7 @@ class KeeperFiles:
 
     @classmethod
     def of_socket(cls, path: str) -> "KeeperFiles":
-        """Return the files beside that socket."""
+        """Return the files that belong to that socket."""
         socket_path = pathlib.Path(path)
         return cls(socket_path.parent, socket_path.stem.removeprefix("keeper-"))
 
@@ -93,7 +93,7 @@ class KeeperLock:
         self.descriptor = descriptor
 
     def is_current(self) -> bool:
-        """True if the file that is locked is still at its path."""
+        """True if the locked file is still at its path."""
         try:
             return os.path.samestat(os.fstat(self.descriptor), os.lstat(self._files.lock_path))
         except FileNotFoundError:
@@ -101,7 +101,7 @@ class KeeperLock:
 
     def bind(self) -> socket.socket:
         """Return a socket at the path of the job. It does not listen yet. Raises: OSError."""
-        # Of a keeper that was killed: one that lives would have the lock.
+        # The file of a killed keeper: a live one would have the lock.
         self._files.socket_path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -112,14 +112,14 @@ class KeeperLock:
         return listener
 
     def refresh(self) -> None:
-        """Show programs that clean up temporary files that these files are in use. Call this every ``REFRESH_S``."""
-        with contextlib.suppress(OSError):  # the file system may be read-only by now
+        """Update the times of the files, so that clean-up programs spare them. Call this every ``REFRESH_S``."""
+        with contextlib.suppress(OSError):  # the file system may have become read-only
             os.utime(self.descriptor)
             os.utime(self._files.socket_path)
 
     def remove(self) -> None:
         """Remove socket and lock. Raises: OSError."""
-        if self.is_current():  # else they belong to another keeper
+        if self.is_current():  # otherwise they belong to another keeper
             self._files.socket_path.unlink(missing_ok=True)
             self._files.lock_path.unlink(missing_ok=True)
 

@@ -5,7 +5,7 @@
     nobody listens ──> start one, with the trainer's slots ──┐
     one listens ─────> connect, and send the same ───────────┴──> its first state: served, or refused
 
-Memory is handed over with the first message, not after the answer: until then it is lost if this process dies.
+Memory is handed over with the first message, not after the answer: before that it is lost if this process dies.
 """
 
 import contextlib
@@ -25,16 +25,16 @@ from lazysnap.keeper.wire import Channel, Frame, OtherVersion, WireError
 from lazysnap.memory.slots import TrainerSlot
 
 _BUSY_GRACE_S = 3.0
-"""A trainer that was just killed may take a moment to be gone."""
+"""Seconds until a trainer that was just killed is gone."""
 _REPORT_BUSY_S = 0.5
-"""Seconds before a busy job is reported: a trainer that was just killed is mostly gone by then."""
+"""Seconds before a busy job is reported: a trainer that was just killed is usually gone by then."""
 _BUSY_START_S = 1.0
 """Seconds after a refusal before a new keeper is started: a trainer replaces the keeper that served it sooner."""
 _RETRY_S = 0.02
 _RETRY_UNANSWERED_S = 0.002
-"""A keeper that was just killed may still accept connections for a moment. Memory waits for the next one."""
+"""Seconds until a killed keeper no longer accepts connections. Memory waits for the next one."""
 _START_AGAIN_S = 0.2
-"""A keeper that was started and ended at once is followed by the next; each time after twice as long."""
+"""Seconds after which the next keeper is started if one ended at once; doubled each time."""
 _START_AGAIN_AT_MOST_S = 2.0
 _REAP_S = 1.0
 
@@ -45,11 +45,11 @@ class ServingKeeper:
 
     channel: Channel
     sent: TrainerState
-    """The state that it was sent."""
+    """The state that was sent to it."""
     state: KeeperState
     """Its first state. Its descriptors are in ``frames``."""
     frames: list[Frame]
-    """All that it sent until now."""
+    """All messages that it has sent."""
 
 
 class KeeperSearch:
@@ -68,13 +68,13 @@ class KeeperSearch:
         is_leaving: Callable[[], bool],
         wake_descriptor: int,
     ) -> None:
-        """Begin nothing yet; the time counts from now on.
+        """Do nothing yet, but start the time limit.
 
         Args:
             identity: identity of the job.
             io_timeout_s: seconds after which the search fails.
             hand_over: returns the trainer's state, and its slots in the order of ``state.slots``.
-            is_leaving: returns True once no keeper is wanted any more.
+            is_leaving: returns True once no keeper is needed any more.
             wake_descriptor: an eventfd that is written when that may have changed.
         """
         now = time.monotonic()
@@ -89,19 +89,19 @@ class KeeperSearch:
         self._start_at_s = now
         self._start_pause_s = _START_AGAIN_S
         self._starting: StartingKeeper | None = None
-        """The last keeper that was started here."""
+        """The last keeper that this search started."""
         self._outcome = ""
-        """Why that one did not serve, in brackets."""
+        """The reason why it does not serve, in parentheses."""
         self._sent = TrainerState(local_rank=0)
         """The last state that was sent."""
         self._silent_pid: int | None = None
-        """The process that listens, and does not answer."""
+        """The process that listens without answering."""
         self._retry_s = _RETRY_S
 
     def run(self) -> ServingKeeper | None:
         """Search until a keeper serves this trainer.
 
-        Blocks: at most ``io_timeout_s``, and a second.
+        Blocks: at most ``io_timeout_s`` plus a second.
         Returns: the connection; None if the trainer leaves first.
         Raises: JobBusy, if another trainer is attached; KeeperError.
         """
@@ -114,7 +114,7 @@ class KeeperSearch:
                 if served is not None:
                     return served
                 if self._sent.farewell is not Farewell.NONE:
-                    break  # it received that training is over, and ends without an answer
+                    break  # it received the end of the training, and ends without an answer
             if time.monotonic() > self._deadline_s and not self._is_leaving():
                 raise KeeperError(self._why_none())
             time.sleep(self._retry_s)
@@ -122,7 +122,7 @@ class KeeperSearch:
         return None
 
     def _connect(self) -> Channel | None:
-        """Return a connection on which the state was sent; None if that has to be tried again."""
+        """Return a connection on which the state was sent; None if the caller must retry."""
         channel = try_connect(self._identity)
         if channel is None:
             return self._start()
@@ -130,7 +130,7 @@ class KeeperSearch:
         state, slots = self._hand_over()
         try:
             channel.send(state, _descriptors(slots))
-        except OSError:  # the other end is gone again
+        except OSError:  # the other end has closed
             channel.close()
             self._retry_s = _RETRY_UNANSWERED_S
             return None
@@ -141,7 +141,7 @@ class KeeperSearch:
         return channel
 
     def _start(self) -> Channel | None:
-        """Start a keeper, unless the last start was just now."""
+        """Start a keeper, unless one was started just now."""
         if time.monotonic() < self._start_at_s:
             faults.point("client.no_start_yet")
             return None
@@ -150,7 +150,7 @@ class KeeperSearch:
         state, slots = self._hand_over()
         try:
             self._starting = start_keeper(self._identity, state, _descriptors(slots))
-        except KeeperBusy as error:  # the process that has the lock dies, or listens, in a moment
+        except KeeperBusy as error:  # the process that has the lock will die or listen soon
             self._outcome = f" ({error})"
             self._start_pause_s = _START_AGAIN_S
             self._retry_s = _RETRY_UNANSWERED_S
@@ -169,7 +169,7 @@ class KeeperSearch:
         self._start_pause_s = min(2 * self._start_pause_s, _START_AGAIN_AT_MOST_S)
 
     def _await_state(self, channel: Channel) -> ServingKeeper | None:
-        """Wait for the first state of the keeper; None if there is none, or it serves somebody else."""
+        """Wait for the first state of the keeper; None without one, or if it serves another trainer."""
         frames: list[Frame] = []
         state = None
         is_done = False
@@ -180,7 +180,7 @@ class KeeperSearch:
                     channel.wait(self._deadline_s - time.monotonic(), self._wake_descriptor)
                     drain(self._wake_descriptor)
                 arrived = self._exchange(channel)
-                if arrived is None:  # the keeper died, or another one is just taking over
+                if arrived is None:  # the keeper died, or another one is starting
                     self._silent_pid = None
                     self._retry_s = _RETRY_UNANSWERED_S
                     break
@@ -198,7 +198,9 @@ class KeeperSearch:
         return None
 
     def _exchange(self, channel: Channel) -> list[Frame] | None:
-        """Send the rest, and return what arrived; None at the end. Raises: KeeperError, if that is no keeper."""
+        """Send the rest, and return received messages; None at the end. Raises: KeeperError, if the process is no
+        keeper.
+        """
         try:
             channel.flush()
             return channel.receive()
@@ -216,7 +218,7 @@ class KeeperSearch:
             ) from error
 
     def _reap(self) -> None:
-        """Wait until the process that starts a keeper has ended, which it does as soon as the keeper is detached."""
+        """Wait until the process that starts a keeper has ended, as soon as the keeper is detached."""
         if self._starting is not None:
             self._starting.reaper.join(_REAP_S)
 
@@ -226,7 +228,7 @@ class KeeperSearch:
         faults.set_peer(state.pid)
 
     def _become_refused(self, refusal: str) -> None:
-        """Another trainer is attached. Raises: JobBusy, if that has lasted too long."""
+        """Handle that another trainer is attached. Raises: JobBusy, after too long a time."""
         faults.point("client.refused")
         now = time.monotonic()
         self._silent_pid = None
@@ -246,7 +248,7 @@ class KeeperSearch:
         self._start_at_s = max(self._start_at_s, now + _BUSY_START_S)
 
     def _why_none(self) -> str:
-        """Return why no keeper serves this trainer, for people."""
+        """Return the reason why no keeper serves this trainer, for the message."""
         job_id = self._identity.job_id
         if self._silent_pid:
             pid = self._silent_pid
@@ -263,7 +265,7 @@ class KeeperSearch:
 
 
 def drain(descriptor: int) -> None:
-    """Take what was written to an eventfd that does not block."""
+    """Clear a non-blocking eventfd."""
     with contextlib.suppress(BlockingIOError):
         os.eventfd_read(descriptor)
 
@@ -273,7 +275,7 @@ def _descriptors(slots: tuple[TrainerSlot, ...]) -> list[int]:
 
 
 def _state_in(frames: list[Frame]) -> KeeperState | None:
-    """Return the first state of the keeper among what it sent."""
+    """Return the first state of the keeper among its messages."""
     for frame in frames:
         if isinstance(frame.message, KeeperState):
             return frame.message

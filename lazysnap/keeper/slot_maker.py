@@ -1,6 +1,6 @@
-"""Memory for slots: made within the bounds of trainer and machine, or as a file where memory does not suffice.
+"""Makes memory for slots, within the limits of trainer and machine, or as a file if memory does not suffice.
 
-Making a slot blocks until the kernel found its pages, a third of a second per GB. So it runs on a thread of its own.
+This blocks until the kernel found the pages, a third of a second per GB, so it runs on its own thread.
 """
 
 import errno
@@ -25,19 +25,19 @@ _ADVICE = {
     errno.EMFILE: "raise the limit of open files of the training (ulimit -n), which its keeper has, too",
     errno.ENFILE: "the whole machine has too many open files: raise fs.file-max",
 }
-"""Advice against errors that are not a want of memory."""
+"""Advice for errors other than a lack of memory."""
 
 
 def make(wish: MemoryWish, slots: Sequence[Slot]) -> KeeperSlot | None:
-    """Make one of the slots that a trainer wishes for.
+    """Make one of the requested slots of a trainer.
 
     Blocks: until the memory is allocated.
 
     Args:
-        wish: the wish of the trainer.
+        wish: the request of the trainer.
         slots: all slots that the rank has now, also those of another size.
 
-    Returns: the slot; None if slots of another size are in the way, which the trainer is about to return.
+    Returns: the slot; None if slots of another size are in the way, which the trainer will return soon.
     Raises: MemoryBoundExceeded, with the bytes needed and the bytes allowed.
     """
     fitting: list[Slot] = []
@@ -58,13 +58,13 @@ def make(wish: MemoryWish, slots: Sequence[Slot]) -> KeeperSlot | None:
 
 
 def refusal_text(count: int, each_bytes: int, available_bytes: int, *, is_bound: bool) -> str:
-    """Return why slots do not fit, and what would.
+    """Return the reason why slots do not fit, and advice.
 
     Args:
-        count: number of slots that are wanted.
+        count: number of requested slots.
         each_bytes: bytes of one slot.
-        available_bytes: bytes that are left for them.
-        is_bound: True if ``available_bytes`` is what ``MemoryLevel.max_bytes`` leaves; else the machine has them.
+        available_bytes: bytes that are available for them.
+        is_bound: True if ``MemoryLevel.max_bytes`` limits ``available_bytes``; otherwise the machine does.
     """
     limit = "MemoryLevel.max_bytes leaves" if is_bound else "this machine (or its container) has"
     needed_bytes = count * each_bytes
@@ -75,10 +75,10 @@ def refusal_text(count: int, each_bytes: int, available_bytes: int, *, is_bound:
 
 
 def _refusal(wish: MemoryWish, fitting: Sequence[Slot], unfitting: Sequence[Slot]) -> str:
-    """Return why there is no memory for all slots of a wish; empty if there may be.
+    """Return the reason why memory does not suffice for all slots of a request; empty if it may suffice.
 
-    Slots that are files count as missing: where not all fit into memory, the last one would fit, and take what the
-    training is about to need.
+    Slots that are files count as missing. Otherwise the last slot would fit into memory, and take memory that the
+    training will need.
     """
     each_bytes = _size_of_one(wish)
     num_in_memory = sum(1 for slot in fitting if not slot.is_file)
@@ -95,8 +95,8 @@ def _refusal(wish: MemoryWish, fitting: Sequence[Slot], unfitting: Sequence[Slot
 def _must_wait(wish: MemoryWish, fitting: Sequence[Slot], unfitting: Sequence[Slot]) -> bool:
     """Return True if there is memory for the slot once slots of another size are returned.
 
-    A first slot of the new size is made beside them where the machine has the memory: the first capture into it
-    makes an old slot needless.
+    A first slot of the new size is made in addition, if the machine has the memory: after a capture into it an old slot
+    is no longer needed.
     """
     each_bytes = _size_of_one(wish)
     taken_bytes = _memory_of(unfitting)
@@ -111,7 +111,7 @@ def _make_slot_or_file(wish: MemoryWish, refusal: str) -> KeeperSlot:
     if not refusal:
         try:
             return _make_in_memory(wish)
-        except MemoryBoundExceeded as error:  # other processes may have taken the memory meanwhile
+        except MemoryBoundExceeded as error:  # other processes may have taken the memory
             refusal = str(error)
     _check_files(wish.spill_directory, _size_of_one(wish), refusal)
     try:
@@ -132,14 +132,14 @@ def _make_in_memory(wish: MemoryWish) -> KeeperSlot:
 
 
 def _refusal_of_machine(size_bytes: int, error: OSError) -> str:
-    """Return why the machine does not give that memory, and what would help."""
+    """Return the reason why the machine refuses that memory, and advice."""
     advice = _ADVICE.get(error.errno or 0, "free memory, use a larger machine, or capture a smaller state")
     reason = os.strerror(error.errno or 0)
     return f"the machine refused {size_bytes} bytes ({decimal(size_bytes)}) for {_PURPOSE}: {reason}; {advice}"
 
 
 def _check_files(directory: str | None, size_bytes: int, refusal: str) -> None:
-    """Raise MemoryBoundExceeded if there are to be no files, or no room for them."""
+    """Raise MemoryBoundExceeded if files are forbidden or do not fit."""
     if directory is None:
         raise MemoryBoundExceeded(refusal)
     try:

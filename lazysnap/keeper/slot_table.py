@@ -1,6 +1,6 @@
 """All slots of a node, by rank, as its keeper holds them.
 
-A slot that is freed here lives as long as a thread reads it: nothing closes it but the end of the last reference.
+A freed slot lives as long as a thread reads it: only the end of the last reference closes it.
 """
 
 import logging
@@ -30,9 +30,9 @@ class SlotTable:
 
     def __init__(self) -> None:
         self._slots: dict[int, dict[int, KeeperSlot]] = {}
-        """By rank and slot id."""
+        """Slots by rank and slot id."""
         self._checksums: dict[CaptureKey, Checksums] = {}
-        """Checksums of captures that are in the slots."""
+        """Checksums of captures in the slots."""
 
     @property
     def by_rank(self) -> NodeSlots:
@@ -40,7 +40,7 @@ class SlotTable:
         return self._slots
 
     def snapshot(self) -> dict[int, dict[int, Slot]]:
-        """Return the slots that are here now, by rank and slot id. May be called on any thread."""
+        """Return the current slots, by rank and slot id. Thread-safe."""
         copies: dict[int, dict[int, Slot]] = {}
         for rank, slots in list(self._slots.items()):
             copies[rank] = dict(slots)
@@ -48,7 +48,7 @@ class SlotTable:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks that have slots."""
+        """Return the ranks that have slots."""
         return tuple(sorted(rank for rank, slots in self._slots.items() if slots))
 
     def of_rank(self, rank: int) -> list[KeeperSlot]:
@@ -60,7 +60,7 @@ class SlotTable:
         return self._slots.get(rank, {}).get(slot_id)
 
     def views(self) -> dict[int, tuple[SlotView, ...]]:
-        """Return the words of all slots, by rank; an empty tuple for a rank whose slots were all freed."""
+        """Return the words of all slots, by rank; an empty tuple for a rank without slots."""
         views = {}
         for rank, slots in self._slots.items():
             views[rank] = tuple(slot.view() for slot in slots.values())
@@ -69,11 +69,11 @@ class SlotTable:
     # Changes
 
     def add(self, rank: int, slot: KeeperSlot) -> None:
-        """Take a slot."""
+        """Add a slot."""
         self._slots.setdefault(rank, {})[slot.slot_id] = slot
 
     def adopt(self, rank: int, descriptors: list[int]) -> None:
-        """Take slots that a trainer kept while another keeper died. The descriptors belong to the table from now on."""
+        """Add slots that a trainer kept after the death of a keeper. The table owns the descriptors from now on."""
         for descriptor in descriptors:
             try:
                 slot = KeeperSlot.attach(descriptor)
@@ -81,25 +81,25 @@ class SlotTable:
                 logger.warning("local rank %d handed over something that is no slot: %s", rank, error)
                 continue
             if self.find(rank, slot.slot_id) is not None:
-                slot.close()  # the connection broke, not the keeper
+                slot.close()  # the connection failed, not the keeper
                 continue
-            # What the keeper before held stays held until the core looked: it may belong to parity.
+            # Slots stay held until the core decides: parity may need them.
             self.add(rank, slot)
         faults.point("keeper.slots_adopted")
 
     def free(self, rank: int, slot_id: int) -> None:
-        """Give up a slot."""
+        """Remove a slot."""
         slot = self._slots.get(rank, {}).pop(slot_id, None)
         if slot is None:
             return
         faults.point("keeper.memory.drop")
-        # A thread may still read it: closing it now could make that thread read another file.
+        # Do not close it: a thread may still read it, and could then read another file.
         weakref.finalize(slot, os.close, slot.descriptor)
 
     # Checksums
 
     def note_checksums(self, checksums: Mapping[CaptureKey, Checksums]) -> None:
-        """Remember the checksums of captures, and forget those of captures that were written over."""
+        """Store the checksums of captures, and remove those of overwritten captures."""
         if not checksums:
             return
         current: dict[CaptureKey, Checksums] = {}
@@ -112,7 +112,7 @@ class SlotTable:
         self._checksums = current
 
     def facts(self, rank: int) -> tuple[SlotFacts, ...]:
-        """Return what a restart must know of the slots of a rank."""
+        """Return the data about the slots of a rank for a restart."""
         facts = []
         for slot in self.of_rank(rank):
             sequence = slot.view().sequence
@@ -121,7 +121,7 @@ class SlotTable:
         return tuple(facts)
 
     def reading_descriptors(self, rank: int, facts: Sequence[SlotFacts]) -> list[int]:
-        """Return new descriptors of these slots, through which nothing can be written. Raises: OSError."""
+        """Return new read-only descriptors of these slots. Raises: OSError."""
         descriptors: list[int] = []
         try:
             for slot_facts in facts:
@@ -145,13 +145,13 @@ class SlotTable:
 
 
 def compute_checksums(slot: Slot, view: SlotView, is_stopped: Callable[[], bool]) -> Checksums | None:
-    """Return the checksums of a whole capture; None if it was stopped, or the slot was written over. Blocks."""
+    """Compute the checksums of a whole capture; None if stopped, or if the slot was overwritten. Blocks."""
     faults.point("keeper.persist.checksum")
     blocks = []
     for offset, length in block_ranges(view.image_bytes):
         if is_stopped():
             return None
-        # One block at a time: what is mapped counts as memory of this process.
+        # One block at a time: mapped bytes count as memory of this process.
         blocks.append(digest(slot.read(offset, length)))
     if slot.view() != view:
         return None
@@ -159,13 +159,13 @@ def compute_checksums(slot: Slot, view: SlotView, is_stopped: Callable[[], bool]
 
 
 class _Captured(msgspec.Struct):
-    """The one field of ``CaptureMeta`` that is needed here: to read all of them takes long for a large model."""
+    """The only field of ``CaptureMeta`` that is needed here: reading all of them takes long for a large model."""
 
     captured_ns: int
 
 
 def captured_ns(slot: Slot, sequence: int) -> int | None:
-    """Return the Unix time in nanoseconds at which a capture began; None if it is not in the slot any more."""
+    """Return the Unix time in nanoseconds at which a capture began; None if it has left the slot."""
     try:
         meta = msgspec.json.decode(slot.read_meta(), type=_Captured)
     except (FormatError, msgspec.MsgspecError):

@@ -1,4 +1,4 @@
-"""The tasks of a level, on their threads: they list, write, delete, name, or try a small write.
+"""Runs the tasks of a level on their threads: list, write, delete, name, or try a small write.
 
 ::
 
@@ -6,9 +6,9 @@
                     │
                     └─ WriteLevel: slots, or a faster level ──> file, manifest (commits) ──> read back ──> StepStored
 
-``core.tasks`` decides which task is next, and handles a level that fails. A task that is cancelled notices it at its
-next ``beat``, which each operation of the storage calls first. Then it commits and deletes nothing more. A task that is
-cancelled after its commit ends as ``Missed``, too; the core has its files deleted.
+``core.tasks`` chooses the next task, and handles a level that fails. A cancelled task notices it at its next ``beat``,
+which each operation of the storage calls first. Then it neither commits nor deletes anything more. A task that is
+cancelled after its commit ends as ``Missed``, too; the core then deletes its files.
 """
 
 import contextlib
@@ -49,34 +49,34 @@ from lazysnap.shard.manifest import CaptureMeta, Manifest
 logger = logging.getLogger(__name__)
 
 BEAT_S = 0.5
-"""The least time between two messages of a task that it moves."""
+"""Minimum seconds between two progress messages of a task."""
 
 
 class TaskControl:
-    """Link between a task on its thread and the loop."""
+    """Connects a task on its thread with the loop."""
 
     def __init__(self, task: Task, post: Callable[[Event], None], level_url: str = "") -> None:
         """Begin the task.
 
         Args:
-            task: what the thread does.
-            post: hands an event to the loop, from any thread.
+            task: the task of the thread.
+            post: passes an event to the loop, from any thread.
             level_url: the level; empty for redundancy.
         """
         self.task = task
         self.level_url = level_url
         self.is_cancelled = False
-        """Set by the loop. Then the task commits nothing more."""
+        """Set by the loop. The task then commits nothing more."""
         self.moved_bytes = 0
-        """Bytes that the task moved, for people."""
+        """Bytes that the task has moved, for reports."""
         self.checksums: dict[tuple[int, int], Checksums] = {}
-        """Checksums of captures that a task stored as they are, by slot id and sequence. Set by the task."""
+        """Checksums of captures that a task stored unchanged, by slot id and sequence. Set by the task."""
         self._counting = threading.Lock()
         self._post = post
         self._beat_at = time.monotonic()
 
     def beat(self) -> None:
-        """Note that the task moves. Raises: CaptureAborted, if it was cancelled."""
+        """Record that the task makes progress. Raises: CaptureAborted, if it was cancelled."""
         if self.is_cancelled:
             raise CaptureAborted("the task was cancelled")
         now = time.monotonic()
@@ -94,9 +94,9 @@ def run_level_task(task: Task, files: LevelFiles, slots: NodeSlots, control: Tas
     """Do a task and return how it ended. Blocks. Never raises: storage packages may raise anything.
 
     Args:
-        task: what is to be done.
-        files: those of the level.
-        slots: those that the task reads.
+        task: the task.
+        files: the files of the level.
+        slots: the slots that the task reads.
         control: the link to the loop.
     """
     try:
@@ -117,7 +117,7 @@ def run_level_task(task: Task, files: LevelFiles, slots: NodeSlots, control: Tas
 
 
 def _describe(task: Task) -> str:
-    """Return what a task does, for the log."""
+    """Return the description of a task for the log."""
     match task:
         case WriteLevel(source=None):
             return f"writing step {task.key.step}"
@@ -149,7 +149,7 @@ def _do_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskContr
 
 
 def _write(task: WriteLevel, files: LevelFiles, slots: NodeSlots, control: TaskControl) -> StepStored:
-    """Write the file of the node, commit it by its manifest, read it back. Only then it counts."""
+    """Write the file of the node, commit it by its manifest, and read it back. Only then it counts."""
     began = time.monotonic()
     storage = files.open(control.beat)
     files.begin_write(task.key)
@@ -170,10 +170,10 @@ def _write(task: WriteLevel, files: LevelFiles, slots: NodeSlots, control: TaskC
 
 
 def _read_back(task: WriteLevel, files: LevelFiles, storage: Storage, manifest: Manifest) -> float:
-    """Read back what was written, unless the storage checks each part as it arrives. Return the seconds that it took.
+    """Read the file back, unless the storage verifies each part on arrival. Returns: the duration in seconds.
 
-    A file that was committed already was read just now (``levels.store.write_unless_committed``).
-    Raises: FormatError, and it is no snapshot any more; LevelError.
+    An already committed file was just verified (``levels.store.write_unless_committed``).
+    Raises: FormatError, after the snapshot was removed; LevelError.
     """
     if storage.checks_writes() or not manifest.written_bytes:
         return 0.0
@@ -183,7 +183,7 @@ def _read_back(task: WriteLevel, files: LevelFiles, storage: Storage, manifest: 
 
 
 def open_captures(task: WriteLevel, slots: NodeSlots, beat: Callable[[], None]) -> list[CaptureReader]:
-    """Return a reader of each capture that a task stores, by rank. A slot that the loop frees meanwhile stays readable.
+    """Return a reader of each capture that a task stores, by rank. A slot that the loop frees stays readable.
 
     Args:
         task: names rank and slot of each capture.
@@ -205,7 +205,7 @@ def open_captures(task: WriteLevel, slots: NodeSlots, beat: Callable[[], None]) 
 def _write_slots(
     task: WriteLevel, files: LevelFiles, slots: NodeSlots, storage: Storage, control: TaskControl
 ) -> Manifest:
-    """Write the shards of all ranks of the node out of their slots. Blocks: also until the captures are whole.
+    """Write the shards of all ranks of the node from their slots. Blocks: also until the captures are whole.
 
     Raises: CaptureAborted, if a slot does not hold the capture; LevelError; FormatError.
     """
@@ -218,14 +218,14 @@ def _write_slots(
     files.use_run(task.key, first.meta.run_id)
     shards = [_stored_part(reader.meta, reader, files) for reader in readers]
     manifest = _write_shards(storage, files, shards, control)
-    if shards == [(first.meta, first)]:  # the file is what is in memory
+    if shards == [(first.meta, first)]:  # the file has exactly the bytes in memory
         _, slot_id = task.slots[0]
         control.checksums[slot_id, first.sequence] = manifest.checksums
     return manifest
 
 
 def _check_owner(task: WriteLevel, files: LevelFiles, rank: int, meta: CaptureMeta) -> None:
-    """Files are named after ranks: what is stored under a name is theirs. Raises: CaptureAborted."""
+    """Check that the captures belong to the ranks in the file name. Raises: CaptureAborted."""
     world_size = files.settings.world_size
     captured = (int(meta.start, 16), meta.step, meta.rank, meta.world_size)
     if captured != (task.key.start, task.key.step, rank, world_size):
@@ -238,7 +238,7 @@ def _check_owner(task: WriteLevel, files: LevelFiles, rank: int, meta: CaptureMe
 def _copy(
     task: WriteLevel, files: LevelFiles, origin_files: LevelFiles, storage: Storage, control: TaskControl
 ) -> Manifest:
-    """Write what a faster level has. Raises: CaptureAborted, if that is not whole; LevelError."""
+    """Copy from a faster level. Raises: CaptureAborted, if its file is not whole; LevelError."""
     if origin_files.is_shared and not files.is_shared:
         raise CaptureAborted(f"{origin_files.url}: has this node's share alone of what several nodes hold")
     origin = origin_files.open_for_copy(control.beat)
@@ -251,9 +251,9 @@ def _copy(
     blocks = FileBlocks(place, manifest)
     try:
         with contextlib.closing(blocks):
-            blocks.header(manifest.shards[0])  # opened once: also what is deleted meanwhile is copied
+            blocks.header(manifest.shards[0])  # opened once, so that a file that is deleted meanwhile is still copied
             return _write_blocks(storage, files, blocks, control)
-    except (FileNotFoundError, FormatError) as error:  # the file is not what its manifest says
+    except (FileNotFoundError, FormatError) as error:  # the file does not match its manifest
         raise CaptureAborted(f"{place.where}: {error}") from error
 
 

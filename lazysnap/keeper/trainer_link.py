@@ -1,13 +1,12 @@
-"""The exchange of states between a trainer and its keeper, which may die and be replaced at any moment.
+"""The exchange of states between a trainer and its keeper, which may die and be replaced at any time.
 
-One daemon thread has the connection::
+One daemon thread owns the connection::
 
     no keeper ──search: one that listens, else start one; slots along──> connected
         ^                                                                    │
         └───────────────────────end of the connection───────────────────────┘
 
-All that both sides know of each other is one ``TrainerState`` and one ``KeeperState``. Other threads replace the first,
-and read the second.
+Both sides exchange only a ``TrainerState`` and a ``KeeperState``. Other threads replace the first, and read the second.
 """
 
 import contextlib
@@ -36,21 +35,21 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 
 _EARLY_S = 5.0
-"""Keepers that die sooner than this after they began are replaced more and more slowly."""
+"""Minimum life of a keeper in seconds. Keepers that die sooner are replaced with growing delays."""
 _REPLACE_S = 0.1
 _REPLACE_AT_MOST_S = 1.0
 _MOST_DOUBLINGS = 10
 _JOIN_S = 5.0
 _END_S = 5.0
-"""Seconds that a training that is over waits for its keeper to end."""
+"""Seconds that a finished training waits for its keeper to end."""
 _TURN_S = 0.25
 _LEAST_S = 3.0
-"""A keeper on a busy machine misses a second."""
+"""Tolerance in seconds for a keeper on a busy machine."""
 _live_links: "weakref.WeakSet[TrainerLink]" = weakref.WeakSet()
 
 
 class Silence:
-    """The time for which a keeper sent nothing. It does so while nothing changes, so it is asked now and then. Pure."""
+    """Measures the silence of a keeper, which sends only changes and is asked now and then. Pure."""
 
     def __init__(self, io_timeout_s: float) -> None:
         self._patience_s = max(_LEAST_S, io_timeout_s)
@@ -60,16 +59,16 @@ class Silence:
 
     @property
     def is_silent(self) -> bool:
-        """True if an answer is due, and nothing came for too long."""
+        """True if an answer is overdue."""
         return self._is_answer_due and self._quiet_s >= self._patience_s
 
     @property
     def is_question_due(self) -> bool:
-        """True if nothing came for half of that time, and nothing was asked since."""
+        """True if nothing was received for half of that time, and nothing was asked since."""
         return not self._is_answer_due and self._quiet_s >= self._patience_s / 2
 
     def expect_answer(self) -> None:
-        """The keeper was asked, or is to take a message."""
+        """Record that the keeper was asked, or must read a message."""
         self._is_answer_due = True
 
     def wait_s(self) -> float:
@@ -79,10 +78,10 @@ class Silence:
         return self._patience_s / 2 - self._quiet_s
 
     def waited(self, seconds: float, *, is_answered: bool) -> None:
-        """Count the time that passed.
+        """Count the elapsed time.
 
-        While an answer is due, it is counted in short turns: after this process was stopped, or the whole machine, its
-        clock says nothing of the keeper.
+        An overdue answer is counted in short intervals: if this process or the whole machine was stopped, the clock
+        says nothing about the keeper.
         """
         if is_answered:
             self._quiet_s = 0.0
@@ -94,7 +93,7 @@ class Silence:
 
 
 class TrainerLink:
-    """The connection of one trainer to its keeper, whichever process that is. Thread-safe.
+    """The connection of one trainer to its current keeper. Thread-safe.
 
     Example::
 
@@ -106,36 +105,36 @@ class TrainerLink:
     """
 
     def __init__(self, identity: JobIdentity, trainer: TrainerState, io_timeout_s: float) -> None:
-        """Nothing happens before ``start``."""
+        """Do nothing before ``start``."""
         self.identity = identity
         self.trainer = trainer
-        """The state that the keeper is to know. It is replaced as a whole, by ``update``."""
+        """The state for the keeper. ``update`` replaces it as a whole."""
         self.state = KeeperState()
-        """The last state of the keeper. It is replaced as a whole."""
+        """The last state of the keeper. Replaced as a whole."""
         self.slots = MappedSlots(self._notify)
         self.doorbell: Doorbell | None = None
         """None while no keeper is connected."""
         self.when_preempted: Callable[[], None] | None = None
         """Called with each state in which some rank is preempted. It must not block."""
         self.error: KeeperError | JobBusy | None = None
-        """Why the thread gave up."""
+        """The reason why the thread gave up."""
         self.was_connected = False
         self.is_silent = False
         self.waited_s = 0.0
-        """Seconds that training has waited so far. They are sent when something else is exchanged."""
+        """Seconds that training has waited so far. Sent with the next message."""
         self._io_timeout_s = io_timeout_s
         self._changed = threading.Condition()
-        """Held by whoever replaces anything above."""
+        """Protects the fields above."""
         self._num_changes = 0
         self._leave_by_s: float | None = None
-        """Time at which the thread ends, whatever the keeper knows; None while this trainer stays."""
+        """Time at which the thread ends in any case; None while this trainer stays."""
         self._last_number = 0
         self._answers: dict[int, Answer | None] = {}
-        """The questions that somebody waits for, by number; None: not answered yet."""
+        """Pending questions, by number; None: not answered yet."""
         self._thread: threading.Thread | None = None
         self._wake_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake_descriptor).atexit = False
-        # The thread alone uses what follows. It is of one connection.
+        # Only the thread uses the following fields, which belong to one connection.
         self._channel: Channel | None = None
         self._sent = trainer
         """The state that was sent last."""
@@ -147,12 +146,12 @@ class TrainerLink:
 
     @property
     def is_leaving(self) -> bool:
-        """True once this trainer leaves, or left."""
+        """True once this trainer leaves or has left."""
         return self._leave_by_s is not None
 
     @property
     def is_start_sent(self) -> bool:
-        """True if the present start was sent on this connection. It means nothing while no keeper is connected."""
+        """True if the current start was sent on this connection. Undefined while no keeper is connected."""
         return self._sent.start == self.trainer.start
 
     def start(self) -> None:
@@ -174,7 +173,7 @@ class TrainerLink:
     def update(
         self, change: Callable[Concatenate[TrainerState, P], TrainerState], *arguments: P.args, **fields: P.kwargs
     ) -> None:
-        """Replace the trainer's state by ``change(state, ...)``, and have it sent. Does not block."""
+        """Replace the trainer's state by ``change(state, ...)``, and send it. Does not block."""
         with self._changed:
             self.trainer = change(self.trainer, *arguments, **fields)
         self._wake()
@@ -182,8 +181,9 @@ class TrainerLink:
     def wait(self, is_true: Callable[[KeeperState], bool], timeout_s: float) -> bool:
         """Block until ``is_true`` of the keeper's state, at most ``timeout_s``.
 
-        It is called with each new state, and when a slot gets ready, or the keeper is found, lost or silent.
-        Returns: False if it was not true in time, or the thread gave up.
+        ``is_true`` is called with each new state, and when a slot becomes ready, or the keeper is found, lost or
+        silent.
+        Returns: False after the deadline, or if the thread gave up.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -200,7 +200,7 @@ class TrainerLink:
                     self._changed.wait(remaining_s)
 
     def ask(self, timeout_s: float) -> Answer | None:
-        """Ask what the keeper holds for this rank. A keeper that comes later is asked again.
+        """Ask the keeper for the memory of this rank. A later keeper is asked again.
 
         Blocks: at most ``timeout_s``. Returns: None if there is no answer in time.
         """
@@ -218,10 +218,10 @@ class TrainerLink:
             return self._answers.pop(number)
 
     def leave(self, farewell: Farewell, patience_s: float) -> None:
-        """Part from the keeper, and unmap all slots.
+        """Disconnect from the keeper, and unmap all slots.
 
-        Blocks: until the keeper received it, at most ``patience_s``, and for the moment that the thread takes to end.
-        With ``OVER`` also until the keeper has ended, at most ``_END_S``: the program may delete its directory then.
+        Blocks: until the keeper has received it, at most ``patience_s``, and until the thread ends. With ``OVER`` also
+        until the keeper has ended, at most ``_END_S``: the program may delete its directory afterwards.
         """
         with self._changed:
             self.trainer = structs.replace(self.trainer, farewell=farewell, waited_s=self.waited_s)
@@ -234,12 +234,12 @@ class TrainerLink:
         self.slots.close()
 
     def forget_in_child(self) -> None:
-        """Forget all in a forked child: connection and slots are the parent's."""
+        """Drop everything in a forked child: connection and slots are the parent's."""
         self._changed = threading.Condition()  # another thread of the parent may have it
         self._thread = None
         self._leave_by_s = 0.0
         self.doorbell = None
-        self._slots_of_parent = self.slots  # a device must not be told by the child that they are unmapped
+        self._slots_of_parent = self.slots  # the child must not unregister them from a device
         self.slots = MappedSlots(self._notify)
         if self._channel is not None:
             self._channel.close()
@@ -251,7 +251,7 @@ class TrainerLink:
             os.eventfd_write(self._wake_descriptor, 1)
 
     def _notify(self) -> None:
-        """Wake everybody who waits for a change."""
+        """Wake all threads that wait for a change."""
         with self._changed:
             self._num_changes += 1
             self._changed.notify_all()
@@ -272,10 +272,10 @@ class TrainerLink:
         self._notify()
 
     def _keep_connected(self) -> None:
-        """Search a keeper, exchange states until it is lost, search the next one; until this trainer leaves."""
+        """Search a keeper, exchange states until it is lost, and search the next one, until this trainer leaves."""
         num_early = 0
         while not self._must_end():
-            if num_early > 1:  # the first successor comes at once, for memory's sake
+            if num_early > 1:  # the first successor is started at once, to save the memory
                 pause_s = min(_REPLACE_S * 2 ** min(num_early, _MOST_DOUBLINGS), _REPLACE_AT_MOST_S)
                 with self._changed:
                     self._changed.wait_for(self._must_end, pause_s)
@@ -295,14 +295,14 @@ class TrainerLink:
                 num_early = 0
 
     def _must_end(self) -> bool:
-        """True if no keeper is to be sought any more. A training that is over still seeks one that it can tell."""
+        """True if no keeper is needed any more. A finished training still searches one to report its end."""
         leave_by_s = self._leave_by_s
         if leave_by_s is None:
             return False
         return self.trainer.farewell is not Farewell.OVER or time.monotonic() > leave_by_s
 
     def _hand_over(self) -> tuple[TrainerState, tuple[TrainerSlot, ...]]:
-        """Return the state and its slots: all that a keeper needs that knows nothing."""
+        """Return the state and its slots: all that a new keeper needs."""
         slots = self.slots.all[:MAX_DESCRIPTORS]
         slot_ids = tuple(slot.slot_id for slot in slots)
         with self._changed:
@@ -320,7 +320,7 @@ class TrainerLink:
             self._become_disconnected()
 
     def _become_connected(self, served: ServingKeeper) -> None:
-        """Take the first messages of a keeper. Raises: KeeperError, if they are not of this version."""
+        """Handle the first messages of a keeper. Raises: KeeperError, if they are of another version."""
         self._channel = served.channel
         self._sent = served.sent
         self._asked = set()
@@ -340,7 +340,7 @@ class TrainerLink:
         self._notify()
 
     def _become_disconnected(self) -> None:
-        """The keeper is lost. Its memory is not: the next one gets the slots."""
+        """Handle the loss of the keeper. Its memory stays: the next keeper gets the slots."""
         with self._changed:
             self.doorbell = None
             self.is_silent = False
@@ -351,7 +351,7 @@ class TrainerLink:
         self._notify()
 
     def _exchange(self, channel: Channel) -> bool:
-        """Send what changed, and take what comes. Returns: see ``_serve``. Raises: OSError; WireError."""
+        """Send changes, and receive messages. Returns: see ``_serve``. Raises: OSError; WireError."""
         silence = Silence(self._io_timeout_s)
         while True:
             self._send_changes(channel, silence)
@@ -380,7 +380,7 @@ class TrainerLink:
                 self._receive(frames.pop(0))
 
     def _wait_for_end(self, channel: Channel) -> None:
-        """Block until the keeper closes the connection, at most ``_END_S``. It has written its last event then."""
+        """Block until the keeper closes the connection, at most ``_END_S``. The last event is written then."""
         end_by_s = time.monotonic() + _END_S
         frames: list[Frame] | None = []
         while frames is not None and time.monotonic() < end_by_s:
@@ -390,7 +390,7 @@ class TrainerLink:
                 frame.close()
 
     def _send_changes(self, channel: Channel, silence: Silence) -> None:
-        """Send what the keeper does not know yet, as far as it takes it now."""
+        """Send the changes that the keeper lacks, as far as the socket accepts them."""
         while not channel.is_sending:
             trainer = self.trainer
             if trainer != self._sent:
@@ -401,10 +401,10 @@ class TrainerLink:
             if question is None:
                 return
             channel.send(question)
-        silence.expect_answer()  # the keeper must take what was sent before
+        silence.expect_answer()  # the keeper must read earlier messages first
 
     def _next_question(self, silence: Silence) -> Question | None:
-        """Return a question that was not sent on this connection."""
+        """Return a question that was not sent on this connection yet."""
         local_rank = self.trainer.local_rank
         with self._changed:
             unasked = sorted(self._answers.keys() - self._asked)
@@ -418,7 +418,7 @@ class TrainerLink:
         return None
 
     def _receive(self, frame: Frame) -> None:
-        """Take a message of the keeper. A refusal is followed by the end of the connection, and needs no care here."""
+        """Handle a message of the keeper. After a refusal the keeper closes the connection."""
         message = frame.message
         if isinstance(message, KeeperState) and not message.refusal:
             while frame.descriptors:
@@ -432,7 +432,7 @@ class TrainerLink:
         self._notify()
 
     def _replace_state(self, state: KeeperState) -> None:
-        """Replace the keeper's state, and drop what it answers from the trainer's."""
+        """Replace the keeper's state, and drop answered requests from the trainer's state."""
         slot_ids = tuple(slot.slot_id for slot in self.slots.all)
         with self._changed:
             trainer = structs.replace(self.trainer, slots=slot_ids, waited_s=self.waited_s)

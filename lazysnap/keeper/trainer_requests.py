@@ -1,7 +1,7 @@
-"""Requests of a trainer that its keeper did not fulfil yet. Pure.
+"""The pending requests of a trainer to its keeper. Pure.
 
-A trainer asks by its state, and a keeper answers by its own. What is answered leaves the trainer's state, so that the
-state stays small however long the training runs.
+A trainer requests by its state, and a keeper answers by its own. Answered requests leave the trainer's state, so that
+it stays small.
 """
 
 from msgspec import structs
@@ -9,16 +9,17 @@ from msgspec import structs
 from lazysnap.core.messages import KeeperState, NamedStep, StepKey, TrainerState
 
 MAX_RELEASED = 16
-"""Names that were taken away, and are still sent: no answer says that a name is gone from every level, and each later
-keeper looks at all of them."""
+"""Maximum removed names that are still sent: no answer confirms the removal at every level, and each later keeper
+checks all of them.
+"""
 
 
 def without_answered(state: TrainerState, sent: TrainerState, answer: KeeperState) -> TrainerState:
-    """Return the state of a trainer without what its keeper answered.
+    """Return the state of a trainer without answered requests.
 
     Args:
         state: the state of the trainer.
-        sent: what the keeper was sent last, on the same connection. Nothing else can have been answered.
+        sent: the last state that was sent on the same connection. Only its requests can have been answered.
         answer: the newest state of the keeper.
     """
     return structs.replace(
@@ -60,7 +61,7 @@ def with_name(state: TrainerState, name: str, step: int) -> TrainerState:
 
 
 def without_name(state: TrainerState, name: str) -> TrainerState:
-    """Return the state in which a name is to be taken away."""
+    """Return the state that removes a name."""
     released = (*_without_text(state.released, name), name)
     return structs.replace(state, names=_other_names(state, name), released=released)
 

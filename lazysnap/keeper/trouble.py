@@ -21,7 +21,7 @@ _AGAIN_S = 600.0
 
 
 class Trouble(logging.Handler):
-    """Every error of this process: what is logged as one, and what ends a thread."""
+    """Collects all errors of this process: logged ones, and those that end a thread."""
 
     def __init__(self, log_path: pathlib.Path) -> None:
         super().__init__(logging.ERROR)
@@ -30,10 +30,10 @@ class Trouble(logging.Handler):
         self.texts: queue.SimpleQueue[str] = queue.SimpleQueue()
         """One line for each error that trainers must see."""
         self.notify: Callable[[], None] | None = None
-        """Called after each of them, on any thread."""
+        """Called after each error, on any thread."""
 
     def watch(self) -> None:
-        """Take note of errors from now on, and remove files that nobody uses any more."""
+        """Collect errors from now on, and remove unused files."""
         logging.getLogger().addHandler(self)
         logger = logging.getLogger(__name__)
         threading.excepthook = lambda ended: logger.error("a thread ended", exc_info=ended.exc_value)
@@ -44,7 +44,7 @@ class Trouble(logging.Handler):
             remove_old_files()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Log an error, and send it to trainers once in a while."""
+        """Log an error, and send it to trainers, but the same error only rarely."""
         text = record.getMessage()
         source_line = f"{record.filename}:{record.lineno}"
         error = None
@@ -69,7 +69,7 @@ class Trouble(logging.Handler):
                 self.notify()
 
     def _write(self, record: logging.LogRecord) -> str:
-        """Return where the traceback is."""
+        """Return the text for the place of the traceback."""
         text = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {os.getpid()} {record.threadName} {self.format(record)}\n"
         try:
             fd = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -1,10 +1,10 @@
 """Exchange of messages and descriptors between two processes of one node.
 
-A frame on a Unix stream socket; descriptors travel beside its first byte (``SCM_RIGHTS``)::
+A frame on a Unix stream socket; descriptors are sent with its first byte (``SCM_RIGHTS``)::
 
     u32 length of the body | u16 protocol | u16 number of descriptors | body: one message as JSON
 
-There is no handshake and no secret. The socket is a file that only its user can reach (``keeper.runtime``), and the
+There is no handshake and no secret. The socket is a file that only its user can access (``keeper.runtime``), and the
 kernel names the process and the user at the other end (``SO_PEERCRED``).
 """
 
@@ -30,30 +30,30 @@ _HEADER = struct.Struct("<IHH")
 _CREDENTIALS = struct.Struct("3i")
 
 LocalMessage = TrainerState | KeeperState | Question | Answer
-# Built now, while one thread imports this: two at once that use a type first crash the process (msgspec 0.22).
+# Built at import, on one thread: two threads that use a type first at the same time crash the process (msgspec 0.22).
 msgspec.json.Decoder(LocalMessage)
 
 
 class WireError(KeeperError):
-    """The other end is not of this user, or its bytes are no message."""
+    """The other process is of another user, or its bytes are no message."""
 
 
 class OtherVersion(WireError):
-    """The other end is of another version of lazysnap."""
+    """The other process has another version of lazysnap."""
 
     def __init__(self, protocol: int) -> None:
         super().__init__(f"it speaks protocol {protocol}, expected {PROTOCOL}")
 
 
 class Frame:
-    """A message that arrived, with its descriptors. Who takes a descriptor removes it from the list."""
+    """A received message with its descriptors. A caller that takes a descriptor removes it from the list."""
 
     def __init__(self, message: LocalMessage, descriptors: list[int]) -> None:
         self.message = message
         self.descriptors = descriptors
 
     def close(self) -> None:
-        """Close the descriptors that nobody took."""
+        """Close the remaining descriptors."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         self.descriptors = []
@@ -62,8 +62,7 @@ class Frame:
 class Channel:
     """One end of a connection. Nothing blocks, except ``wait``. Not thread-safe.
 
-    At most one message waits to be sent: most are the whole state, so the newest one replaces what its sender has not
-    sent yet.
+    At most one message waits to be sent. Most messages are the whole state, so the newest one replaces an unsent one.
 
     Example::
 
@@ -86,13 +85,13 @@ class Channel:
             )
         sock.setblocking(False)
         self.peer_pid = peer_pid
-        """Process that connected, or that made the pair of sockets."""
+        """The process that connected, or that made the pair of sockets."""
         self._socket = sock
         self._received = bytearray()
         self._received_descriptors: list[int] = []
         self._unsent = memoryview(b"")
         self._unsent_descriptors: list[int] = []
-        """Copies of this process: their owner may close his own ones before they are sent."""
+        """Duplicates: their owner may close the originals before they are sent."""
 
     def fileno(self) -> int:
         """Return the descriptor of the socket, for a selector; -1 once it is closed."""
@@ -102,11 +101,11 @@ class Channel:
 
     @property
     def is_sending(self) -> bool:
-        """True if a message is not sent in full. Then call ``flush`` when the socket can be written."""
+        """True if a message is not sent completely. Then call ``flush`` when the socket is writable."""
         return len(self._unsent) > 0
 
     def send(self, message: LocalMessage, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, or as much of it as the socket takes now.
+        """Send a message, or as much of it as the socket accepts.
 
         Only call this while ``is_sending`` is False. The caller may close the descriptors afterwards.
         Raises: WireError, if the message is too large; OSError, if the other end is gone.
@@ -147,9 +146,9 @@ class Channel:
     # Receiving
 
     def receive(self) -> list[Frame] | None:
-        """Return the messages that arrived in full; None once the other end is gone.
+        """Return the completely received messages; None once the other end has closed.
 
-        Raises: OtherVersion; WireError, if anything else than messages arrived.
+        Raises: OtherVersion; WireError, for anything else than messages.
         """
         is_open = self._read_all()
         frames = self._split_frames()
@@ -158,7 +157,7 @@ class Channel:
         return frames
 
     def _read_all(self) -> bool:
-        """Read all bytes that arrived. Returns: False if the other end is gone."""
+        """Read all received bytes. Returns: False if the other end has closed."""
         ancillary_bytes = socket.CMSG_LEN(MAX_DESCRIPTORS * array.array("i").itemsize)
         while True:
             try:
@@ -185,13 +184,13 @@ class Channel:
                 frames.append(frame)
                 frame = self._next_frame()
         except WireError:
-            for frame in frames:  # nobody gets to know of these
+            for frame in frames:  # these are never returned
                 frame.close()
             raise
         return frames
 
     def _next_frame(self) -> Frame | None:
-        """Return the next message that arrived in full; None if there is none."""
+        """Return the next completely received message; None if there is none."""
         if len(self._received) < _HEADER.size:
             return None
         body_bytes, protocol, num_descriptors = _HEADER.unpack_from(self._received)
@@ -224,14 +223,14 @@ class Channel:
         poll.poll(max(0.0, timeout_s) * 1000)
 
     def shut_down(self) -> None:
-        """End the connection for both sides; ``receive`` returns None from then on. ``close`` is still to be called."""
+        """End the connection for both sides; ``receive`` returns None from then on. ``close`` must still be called."""
         self._close_unsent_descriptors()
         self._unsent = memoryview(b"")
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection and the descriptors that nobody took."""
+        """Close the connection and the remaining descriptors."""
         for descriptor in self._received_descriptors:
             os.close(descriptor)
         self._received_descriptors = []
@@ -241,14 +240,14 @@ class Channel:
 
 
 def _encode(message: LocalMessage) -> bytes:
-    # Not by msgspec's own encoder: names of files may hold bytes that are no UTF-8.
+    # Not with msgspec's own encoder: file names may contain bytes that are not UTF-8.
     return json.dumps(msgspec.to_builtins(message), separators=(",", ":")).encode()
 
 
 def _decode(body: bytes) -> LocalMessage:
     try:
         message: LocalMessage = msgspec.convert(json.loads(body), LocalMessage)
-    except (ValueError, RecursionError) as error:  # msgspec.ValidationError is one
+    except (ValueError, RecursionError) as error:  # also msgspec.ValidationError
         raise WireError(f"the other end sent no message of this protocol: {error}") from error
     return message
 

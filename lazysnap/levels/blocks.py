@@ -28,7 +28,7 @@ class WantedBytes:
     start: int
     stop: int
     put: Callable[[int, memoryview], None]
-    """Receives some of the bytes and their offset from ``start``. Called in several threads, for each byte once."""
+    """Receives some of the bytes and their offset from ``start``. Called on several threads, once for each byte."""
 
 
 class Buffers:
@@ -74,7 +74,7 @@ class Blocks(ABC):
         """Return one block, compared. Blocks. Raises: FormatError, naming it; LevelError; FileNotFoundError."""
 
     def release(self) -> None:
-        """Close the file, unless it is to stay open. The next ``block`` opens it again. May be called twice."""
+        """Close the file, unless it must stay open. The next ``block`` opens it again. May be called twice."""
         self._last = None
 
     def close(self) -> None:

@@ -41,7 +41,7 @@ def local_error(url: str, action: str, error: OSError) -> LevelError:
 
 
 def temp_name(name: str) -> str:
-    """Return a hidden name for a file being written. It contains the process id, for a person who finds the file."""
+    """Return a hidden name for a file being written. It contains the process id, for debugging."""
     return f".{name}.tmp-{os.getpid()}-{os.urandom(4).hex()}"
 
 

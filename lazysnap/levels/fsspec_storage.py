@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Abilities:
-    """Behaviour of a place, found out by a test write."""
+    """Behaviour of a place, determined by a test write."""
 
     shows_open_files: bool
     """A file is visible under its name before it is closed."""
@@ -317,7 +317,7 @@ class FsspecStorage(Storage):
             except Exception:  # noqa: BLE001  object stores have no directories, and raise errors of many types
                 return
 
-    # The last one: it hides the type from the annotations behind it.
+    # Defined last, because it hides the type ``list`` from later annotations.
     def list(self, path: str = "") -> list[str]:
         """Return the names in a directory."""
         self._filesystem().invalidate_cache()

@@ -35,11 +35,11 @@ IsOurs = Callable[[NodeName], bool]
 
 @dataclass(frozen=True)
 class Leftover:
-    """An object to delete, unless ``Storage.delete_abandoned`` finds that its writer lives."""
+    """An object to delete, unless ``Storage.delete_abandoned`` finds that its writer is alive."""
 
     path: str
     unless: str | None = None
-    """The path of a manifest. If it exists by then, the object was committed, and stays."""
+    """The path of its manifest. If that exists at the deletion, the object was committed, and stays."""
 
 
 def is_node_file_path(path: str) -> bool:
@@ -111,7 +111,7 @@ def _lone_names(storage: Storage, directory: str, names: Sequence[str]) -> Itera
 
 
 def is_empty_and_stale(storage: Storage, directory: str) -> bool:
-    """True if a directory is empty, and so old that no writer just made it."""
+    """True if a directory is empty, and too old to be new."""
     if storage.list(directory) or storage.is_link(directory):
         return False
     try:

@@ -1,6 +1,6 @@
-"""The files of a level by their names alone: one listing per directory, for any number of ranks.
+"""Lists the files of a level by name: one listing per directory, for any number of ranks.
 
-It is small enough to send to all ranks. They then read the manifests together, each rank its share.
+The result is small enough to send to all ranks, which then share the manifests to read.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ class Directory:
     names: tuple[str, ...] = ()
     """The names that were given to the snapshot."""
     bare: str = ""
-    """The first file, or base of one, that has no manifest; empty if each has one."""
+    """The first file or base without a manifest; empty if each has one."""
     stamp: Any = None
     """See ``Storage.stamp``: distinguishes directories of the same name on different disks. ``None``: not asked for."""
 
@@ -112,7 +112,7 @@ def parse_directory(name: str, files: Sequence[str], stamp: Any = None) -> Direc
 
 
 def without_manifest(url: str, directory: Directory, consequence: str = "passed over") -> str:
-    """Return the message about a snapshot that is not complete because its directory has a bare file.
+    """Return the message about a snapshot that is incomplete because a file has no manifest.
 
     ``consequence``: for that step.
     """

@@ -4,17 +4,16 @@
 processor time of buffered writes, and leaves the page cache to training (docs/architecture.md).
 
 A writer holds an ``flock`` on its file from its creation until the snapshot is committed. The kernel drops the lock
-with the process: a process that can take the lock knows that the writer is dead. Process ids would not show that: they
-are reused, and mean nothing in another container or on another host. Over NFS ``flock`` becomes a lock of the whole
-file at the server, so it holds between hosts (and conflicts with ``lockf`` of the same process). No lock is waited for.
+with the process: a process that can take the lock knows that the writer is dead. Process ids cannot show that: they are
+reused, and are different in another container or on another host. Over NFS ``flock`` becomes a lock of the whole file
+at the server, so it works between hosts (and conflicts with ``lockf`` of the same process). Taking a lock never waits.
 
-==================  =========  ==================================================================================
-who                 lock       from, to
-==================  =========  ==================================================================================
-writer              exclusive  creation of its file, publication
-writer              shared     publication, end of its commit: over NFS this takes a lost lock again
-sweep               exclusive  an instant, to see whether a writer lives
-==================  =========  ==================================================================================
+==================  =========  ================================================================================== who
+lock       from, to ==================  =========
+================================================================================== writer              exclusive
+creation of its file, publication writer              shared     publication, end of its commit: over NFS this takes a
+lost lock again sweep               exclusive  an instant, to see whether a writer lives ==================  =========
+==================================================================================
 
 A file whose write or fsync failed is never published: the kernel forgets the bytes it could not write, so a second
 fsync would succeed. No descriptor outlives one file, so the next snapshot sees the present state of a mount.
@@ -240,7 +239,7 @@ class LocalStorage(Storage):
         self._is_root_durable = False
         """True once the directory exists and its name is durable, until an operation fails. Writes make it only while
         this is False: if a program deletes the directory, the write in progress fails and makes no part of it again,
-        and the next snapshot makes it anew."""
+        and the next snapshot makes it again."""
         self._has_written = False
         """True once this object made the directory, or found it: from then on the directory above it must exist. If
         that is missing, nothing is written. This notices a disk that is not mounted only if the level is at least two
@@ -260,7 +259,9 @@ class LocalStorage(Storage):
             raise self._error(action, error) from error
 
     def _error(self, action: str, error: OSError) -> LevelError:
-        """Return an OSError as a LevelError. The next write checks the directory again: it may have been replaced."""
+        """Return an OSError as a LevelError. The next write checks the directory again, because it may have been
+        replaced.
+        """
         self._is_root_durable = False
         return local_error(self.url, action, error)
 
@@ -354,7 +355,7 @@ class LocalStorage(Storage):
             return []
         except OSError as error:
             if path and isinstance(error, NotADirectoryError):
-                return []  # a file among the snapshots is not ours; in place of all of them it is a mistake
+                return []  # a file among the snapshots is ignored; a file instead of the level is an error
             raise self._error(f"listing {path or '.'}", error) from error
 
     def is_link(self, path: str) -> bool:
@@ -374,7 +375,7 @@ class LocalStorage(Storage):
             return self._age_of(os.lstat(self._path(path)))
 
     def _age_of(self, facts: os.stat_result) -> float:
-        """Return the seconds since the later of both times: a copy may have been given the time of its original.
+        """Return the seconds since the later of both times: a copy may have the time of its original.
 
         The clock is that of the file system, which may be on another host: a new file shows its time.
         """

@@ -1,10 +1,9 @@
 """The base of a node's file: the blocks that do not change from one snapshot of a fine-tuning to the next.
 
-A file of many gigabytes of frozen parameters is stored as two objects. The *base* has the blocks that hold nothing but
-frozen tensors, the file has all others. The manifest lists the ranges of the base and the checksums of all blocks. A
-snapshot whose base has the same checksums as that of the snapshot before gets the same object under another name: a
-hard link, or a copy that an object store makes by itself. Each directory therefore is a whole snapshot. No snapshot
-refers to another one, so that each can be deleted alone.
+A file of many gigabytes of frozen parameters is stored as two objects. The *base* has the blocks that contain only
+frozen tensors, the file has all others. The manifest lists the ranges of the base and the checksums of all blocks. If a
+base has the same checksums as that of the previous snapshot, it becomes a hard link, or a copy that the object store
+makes. So each directory is a whole snapshot and can be deleted independently.
 """
 
 from collections.abc import Sequence
@@ -16,14 +15,14 @@ from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import Manifest, Shard
 
 _LEAST_SHARE = 0.1
-"""Share of a file that its base must have; a smaller one is not worth a second object."""
+"""Minimum share of a file for a base; a smaller base is not worth a second object."""
 
 Ranges = tuple[tuple[int, int], ...]
-"""Ranges of blocks: the first, and the one behind the last."""
+"""Ranges of blocks: the first, and the one after the last."""
 
 
 def base_of(shards: Sequence[Shard], source: BlockSource) -> Ranges:
-    """Return the blocks of a file that hold nothing but frozen tensors.
+    """Return the blocks of a file that contain only frozen tensors.
 
     Blocks: until the headers are written. Raises: CaptureAborted; FormatError, if one is no header.
     """

@@ -24,7 +24,7 @@ from lazysnap.shard.names import NodeName, SnapshotName, parse_keep_file_name
 logger = logging.getLogger(__name__)
 
 _DIGEST_THREADS = 2
-"""Threads that compare a base with that of the snapshot before: training continues beside them."""
+"""Threads that compare a base with the previous one: training continues meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def write_node_file(
     former: str | None = None,
     progress: ByteCounter = no_progress,
 ) -> Manifest:
-    """Write and commit a node's file. On return file and manifest are durable.
+    """Write and commit a node's file. After it returns, file and manifest are durable.
 
     Existing files of these names are replaced: they hold the same bytes, or were not committed.
 
@@ -185,12 +185,12 @@ def write_node_file(
         place: the place of the file.
         shards: the shards in the file, in order.
         source: the bytes of the file.
-        former: directory of a snapshot of this node; its base is taken over if it has the same bytes.
+        former: directory of a snapshot of this node, whose base is reused if it has the same bytes.
         progress: called with the number of bytes after each block.
 
-    Raises: LevelError; CaptureAborted; OSError. On an error nothing of the file stays, unless the caller of the task
-        cancelled it or gave up: a watched storage refuses to delete then, because another writer may have written the
-        file by now. The core has the file deleted.
+    Raises: LevelError; CaptureAborted; OSError. On an error nothing of the file stays, unless the task was cancelled or
+    abandoned: then a watched storage refuses to delete, because another writer may have written the file by now. The
+    core deletes it later.
     """
     faults.point("level.store.begin")
     return _FileWriter(place, source, progress).write(shards, former)
@@ -213,7 +213,7 @@ class _FileWriter:
     def write(self, shards: Sequence[Shard], former: str | None) -> Manifest:
         """See ``write_node_file``."""
         size_bytes = self._source.size_bytes
-        # Until they are closed, no sweep of another process takes the objects for garbage.
+        # Until they are closed, no sweep of another process deletes the objects.
         with contextlib.ExitStack() as writers:
             try:
                 base = base_of(shards, self._source)
@@ -248,7 +248,7 @@ class _FileWriter:
     # The base
 
     def _take_over(self, former: str | None, places: BlockPlaces) -> bool:
-        """Give the base of the snapshot before a name in this one; ``False`` if its bytes differ."""
+        """Link the base of the previous snapshot into this one; ``False`` if its bytes differ."""
         if former is None or former == self._place.directory:
             return False
         other = replace(self._place, directory=former)

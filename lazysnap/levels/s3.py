@@ -1,7 +1,7 @@
 """An S3 bucket as a place for snapshots: obstore moves the bytes, behind its fsspec face.
 
-botocore finds credentials, region and endpoint where every program of AWS finds them (environment, ``~/.aws``, roles).
-It also gives up the uploads of dead writers, which obstore cannot list.
+botocore finds credentials, region and endpoint as every program for AWS (environment, ``~/.aws``, roles). It also
+aborts the uploads of dead writers, which obstore cannot list.
 """
 
 import atexit
@@ -81,7 +81,7 @@ _ADVICE = {
 _compares: dict[tuple[str, str], bool] = {}
 """True by endpoint and bucket if the server refuses an object whose checksum is wrong."""
 _pid = 0
-"""The process that opened a bucket first. After a fork obstore's threads are missing: a call would never return."""
+"""The process that opened a bucket first. After a fork obstore has no threads: a call would never return."""
 
 
 class S3Driver(FsspecStore):
@@ -298,10 +298,9 @@ class S3Storage(FsspecStorage):
         global _pid
         if not _pid:
             _pid = os.getpid()
-            # Cause: threads of obstore ask for the interpreter's lock when a request ends. One that does so while the
-            # interpreter ends aborts the process, and nothing joins these threads. Limit: this pause lets requests end
-            # that are about to; one that takes longer still aborts, with the exit status of SIGABRT. Nothing that was
-            # reported as stored is lost by that.
+            # Threads of obstore take the interpreter's lock when a request ends. While the interpreter exits, this
+            # aborts the process, and nothing joins these threads. This pause lets most requests end. A longer request
+            # still aborts the process with the exit status of SIGABRT. No stored snapshot is lost by that.
             atexit.register(time.sleep, 0.1)
         if _pid != os.getpid():
             raise LevelError(

@@ -1,7 +1,8 @@
-"""Part of a shard, as a shard of its own: the part that a node stores at shared levels, or that parity protects.
+"""Part of a shard as a separate shard: the part that a node stores at shared levels, or that parity protects.
 
-The capture plan chose the rows of each tensor. At shared levels a node stores the tensors that it alone holds, and its
-share of those that other nodes hold, too (``shared_rows``). Parity protects tensors that few nodes hold (``nodes``).
+The capture plan chose the rows of each tensor. At shared levels a node stores the tensors that only this node holds,
+and its share of those that other nodes hold, too (``shared_rows``). Parity protects tensors that few nodes hold
+(``nodes``).
 """
 
 import bisect
@@ -32,7 +33,7 @@ Cut = Callable[[TensorSpec, Mapping[str, Any], int], tuple[TensorSpec | None, in
 
 
 class SharedPart:
-    """Part of a shard, as a shard of its own. See ``levels.source.BlockSource``."""
+    """Part of a shard as a separate shard. See ``levels.source.BlockSource``."""
 
     def __init__(
         self,
@@ -49,9 +50,9 @@ class SharedPart:
         Args:
             meta: the manifest's entry of the whole shard.
             source: the bytes that contain the shard.
-            offset: of the shard in ``source``.
-            size_bytes: of the shard; default: all of ``source``.
-            cut: the rows of the part; default: those that this node stores at shared levels.
+            offset: offset of the shard in ``source``.
+            size_bytes: bytes of the shard; by default all of ``source``.
+            cut: the rows of the part; by default those that this node stores at shared levels.
         """
         if size_bytes is None:
             size_bytes = source.size_bytes

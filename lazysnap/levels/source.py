@@ -26,7 +26,7 @@ class BlockSource(Protocol):
     size_bytes: int
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary behind the source.
+        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary after the source.
 
         Blocks: until the bytes are written, with a deadline. Thread-safe.
         Raises: CaptureAborted, if they will never be written.
@@ -78,7 +78,7 @@ class NodeSource:
         self.size_bytes = self.shards[-1].offset + self.shards[-1].size_bytes
 
     def view(self, offset: int, length: int) -> memoryview:
-        """See ``BlockSource.view``. A block with bytes of several shards is put together."""
+        """See ``BlockSource.view``. A block with bytes of several shards is assembled."""
         last_start, last_source = self._parts[-1]
         if offset >= last_start:
             return last_source.view(offset - last_start, length)
@@ -91,7 +91,7 @@ class NodeSource:
             first = max(offset, start)
             stop = min(end, source_end)
             if first < stop:
-                # Shards and blocks begin on pages, so this part does, too.
+                # Shards and blocks begin on pages, and so does this part.
                 part = source.view(first - start, -(-(stop - first) // PAGE) * PAGE)
                 out[first - offset : stop - offset] = part[: stop - first]
         return out
@@ -106,7 +106,7 @@ class MemorySource:
     """A shard that is complete in memory."""
 
     def __init__(self, image: memoryview, size_bytes: int) -> None:
-        """``image`` reaches up to the next page boundary behind ``size_bytes``."""
+        """``image`` reaches up to the next page boundary after ``size_bytes``."""
         self.size_bytes = size_bytes
         self._image = image
 

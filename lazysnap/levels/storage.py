@@ -1,4 +1,4 @@
-"""Interface of a place for snapshots. Levels move bytes; they never re-serialize them."""
+"""Interface of a storage for snapshots. Levels move bytes; they never re-serialize them."""
 
 import contextlib
 import errno
@@ -15,10 +15,10 @@ MAX_SMALL_BYTES = MAX_MANIFEST_BYTES
 """The largest object that is read whole. Manifests are smaller; a larger one is damaged or not ours."""
 
 ABANDONED_AFTER_S = 3600.0
-"""Age after which an unfinished object counts as abandoned, at places that do not know whether its writer lives."""
+"""Age after which an unfinished object counts as abandoned, at places that cannot tell whether its writer is alive."""
 
 STALE_FACTOR = 24
-"""Times ``ABANDONED_AFTER_S``: a day. An object that is older is not being written any more, by any program."""
+"""Times ``ABANDONED_AFTER_S``: a day. No program is still writing an older object."""
 
 _PROBE = re.compile(r"\.lazysnap-probe-[0-9a-f]{16}")
 
@@ -37,7 +37,7 @@ class Writer(Protocol):
     def publish(self) -> None:
         """Make the object durable and visible under its name, in this order. Blocks.
 
-        An existing object of that name is replaced in one act: the name determines the bytes.
+        An existing object of that name is replaced atomically: the name determines the bytes.
         """
         ...
 
@@ -70,21 +70,21 @@ class Storage(ABC):
     A level does these things. The calls of each come in this order:
 
     * Store a step: ``get`` of the manifest, which may exist already; ``create``; ``Writer.write`` for each block, from
-      ``parallel_writes`` threads; ``Writer.publish``; ``put`` of the manifest, which commits; ``Writer.close``. On an
+    ``parallel_writes`` threads; ``Writer.publish``; ``put`` of the manifest, which commits; ``Writer.close``. On an
       error: ``Writer.close``; ``delete`` of a published file; ``delete_directory``. A fine-tuning stores its base
       first: ``get`` of the manifest of another step, and ``link`` of its base; or ``create`` to ``publish``.
     * Read it back: ``get`` of the manifest; ``size``; ``reader``; ``Reader.read_into`` for each block, from
-      ``parallel_reads`` threads; ``Reader.close``. A training skips this if ``checks_writes``. A restart reads the same
-      way, after ``list`` of every directory.
+    ``parallel_reads`` threads; ``Reader.close``. A training skips this if ``checks_writes``. A restart reads the same
+    way, after ``list`` of every directory.
     * Delete a step: ``list`` of all directories, then of this one; ``is_link``; ``delete`` of the manifest, then of the
-      file; ``delete_directory``.
+    file; ``delete_directory``.
     * Give a name: ``list``; ``put``. Take it away: ``list`` of every directory; ``size``; ``get``; ``is_link``;
-      ``delete``.
+    ``delete``.
     * Sweep, once in a start and before all else: ``list`` of every directory; ``is_link``; ``is_stale``;
-      ``delete_abandoned``; ``delete_directory``; ``abort_stale``.
+    ``delete_abandoned``; ``delete_directory``; ``abort_stale``.
     * Try a level that failed: ``put``, ``get`` and ``delete`` of a small object.
 
-    The keeper makes them over a ``levels.watched.WatchedStorage``, and leaves the thread behind if a call hangs. A call
+    The keeper makes them through a ``levels.watched.WatchedStorage``, and abandons the thread if a call hangs. A call
     that returns late may still take effect. No other call follows it, except ``close``.
     """
 
@@ -96,9 +96,9 @@ class Storage(ABC):
     abandoned_after_s = ABANDONED_AFTER_S
 
     def checks_writes(self) -> bool:
-        """True if the place compares a checksum of every part on arrival. Reading back then proves no more.
+        """True if the place compares a checksum of every part on arrival. Reading back is then unnecessary.
 
-        The first call may try that out.
+        The first call may test that.
         """
         return False
 
@@ -110,7 +110,7 @@ class Storage(ABC):
 
     @abstractmethod
     def put(self, path: str, data: bytes) -> None:
-        """Write a small object as one act: on return it is durable and visible; on an error it does not exist."""
+        """Write a small object atomically: on return it is durable and visible; on an error it does not exist."""
 
     @abstractmethod
     def get(self, path: str) -> bytes:
@@ -122,7 +122,7 @@ class Storage(ABC):
 
     @abstractmethod
     def size(self, path: str) -> int:
-        """Bytes of an object."""
+        """Return the bytes of an object."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
@@ -141,7 +141,7 @@ class Storage(ABC):
         return True
 
     def link(self, path: str, new_path: str, beat: Callable[[], object] = no_beat) -> bool:
-        """Give the bytes of an object another name, without sending them. Both names are objects of their own then.
+        """Copy an object to another name, without sending its bytes. The two objects are independent.
 
         ``beat``: called after each part, from any thread, where the place copies the bytes.
 
@@ -190,7 +190,7 @@ class Storage(ABC):
     # ---------------------------------------------------------------- directories and links
 
     def is_link(self, path: str) -> bool:
-        """True if ``path``, or a directory above it, is a symbolic link: its target is not ours to delete.
+        """True if ``path``, or a directory above it, is a symbolic link, whose target must not be deleted.
 
         False if the path does not exist.
         """

@@ -119,7 +119,7 @@ def keep(storage: Storage, snapshot: SnapshotName, name: str) -> None:
 
 
 def release(storage: Storage, run_id: str | None, name: str) -> list[str]:
-    """Take a name from the snapshots of a run (``None``: of all runs). Return the directories that had it.
+    """Remove a name from the snapshots of a run (``None``: of all runs). Return the directories that had it.
 
     Raises: LevelError.
     """

@@ -22,7 +22,7 @@ class LevelHangs(LevelError, TimeoutError):
 class Watchdog(Generic[Result]):
     """Runs ``work(beat)`` in a daemon thread of its own. ``beat()`` reports progress.
 
-    A thread that hangs in a dead file system cannot be ended: it is left behind. If it resumes later, its next
+    A thread that hangs in a dead file system cannot be ended, so it is abandoned. If it resumes later, its next
     ``beat()`` raises CaptureAborted, so that it commits and deletes nothing. A ``levels.watched.WatchedStorage`` calls
     ``beat`` before each operation, so that only work which waits for something else calls ``beat`` itself.
     """
@@ -49,14 +49,14 @@ class Watchdog(Generic[Result]):
             self._done.set()
 
     def beat(self) -> None:
-        """Report progress. Raises: CaptureAborted, if the deadline has passed and the caller waits no more."""
+        """Report progress. Raises: CaptureAborted, if the deadline has passed and the caller no longer waits."""
         with self._deciding:  # after a beat that did not raise, the caller waits
             self._moved = time.monotonic()
             if self._given_up:
                 raise CaptureAborted(f"{self.name}: came back after its deadline")
 
     def wait(self, seconds: float) -> bool:
-        """True if the work ends within so many seconds, with progress or without. Blocks. The work goes on then."""
+        """True if the work ends within ``timeout_s``, with or without progress. Blocks. Does not stop the work."""
         return self._done.wait(seconds)
 
     def result(self) -> Result:

@@ -1,4 +1,4 @@
-"""A storage as one task of a level uses it: a watchdog sees each operation, and writes keep to a rate."""
+"""A storage for one task of a level: each operation reports to the watchdog, and writes are rate-limited."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ class RateLimiter:
         self._free_at = 0.0
 
     def wait_for(self, num_bytes: int, while_waiting: Callable[[], None]) -> None:
-        """Block until ``num_bytes`` may pass. Call ``while_waiting`` again and again meanwhile; it may raise."""
+        """Block until ``num_bytes`` may pass. Calls ``while_waiting`` repeatedly, which may raise."""
         if self._rate is None:
             return
         with self._lock:
@@ -38,13 +38,13 @@ class RateLimiter:
 class WatchedStorage(Storage):
     """Another storage. Each operation first calls ``beat``, of the watchdog of one task.
 
-    ``beat`` reports progress, and raises CaptureAborted when the caller of the task has given up. A thread that was
-    left behind and returns therefore commits and deletes nothing. A storage lives longer than a task, so each task
-    wraps it anew: a thread that was left behind keeps the ``beat`` that raises.
+    ``beat`` reports progress, and raises CaptureAborted when the caller of the task has given up. So an abandoned
+    thread that returns commits and deletes nothing. A storage outlives a task, so each task wraps it again: an
+    abandoned thread keeps the ``beat`` that raises.
     """
 
     def __init__(self, storage: Storage, beat: Beat, pace: RateLimiter | None = None) -> None:
-        """``pace``: bounds the bytes per second of ``Writer.write``; time spent waiting for it counts as progress."""
+        """``pace``: limits the bytes per second of ``Writer.write``. Waiting for it counts as progress."""
         self.url = storage.url
         self.parallel_writes = storage.parallel_writes
         self.parallel_reads = storage.parallel_reads
@@ -122,7 +122,7 @@ class WatchedStorage(Storage):
         self._beat()
         self._storage.delete_directory(path)
 
-    # The last one: it hides the type from the annotations behind it.
+    # Defined last, because it hides the type ``list`` from later annotations.
     def list(self, path: str = "") -> list[str]:
         """See ``Storage.list``."""
         self._beat()
@@ -145,12 +145,12 @@ class _WatchedWriter:
         self._beat()
 
     def publish(self) -> None:
-        """See ``Writer.publish``. Nothing raises after it: the caller knows then that the object is visible."""
+        """See ``Writer.publish``. Nothing raises after it, so the caller knows that the object is visible."""
         self._beat()
         self._writer.publish()
 
     def close(self) -> None:
-        """See ``Writer.close``. A thread that was left behind closes, too: the object is its own."""
+        """See ``Writer.close``. An abandoned thread closes, too: the object belongs to it."""
         self._writer.close()
 
 

@@ -1,1 +1,1 @@
-"""Slots: shared memory that holds one shard each, and outlives the process that wrote it."""
+"""Slots: shared memory for one shard each, which outlives the process that wrote it."""

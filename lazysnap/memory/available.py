@@ -1,19 +1,19 @@
-"""Memory that this process may still take: of the machine, and of every control group around the process."""
+"""The memory that this process may still take: of the machine, and of every control group of the process."""
 
 import os
 from collections.abc import Iterator
 
 _FILES_V1 = ("memory.usage_in_bytes", "memory.limit_in_bytes")
 _FILES_V2 = ("memory.current", "memory.max", "memory.high")
-"""The usage, then the limits. Above ``memory.high`` the kernel slows a process down to a halt."""
+"""The usage, then the limits. Above ``memory.high`` the kernel throttles a process."""
 
 
 def available_bytes(root: str = "/") -> int:
     """Return the memory that can be taken without swapping and without the out-of-memory killer.
 
-    The least of what the machine has available and what each control group (version 1 or 2) from the process's own up
-    to the outermost one visible leaves. ``root``: the directory that holds ``proc`` and ``sys``; without ``proc`` it is
-    the memory that the machine has, used or not.
+    The minimum of the machine's available memory and the rest of each visible control group (version 1 or 2) of the
+    process. ``root``: the directory that contains ``proc`` and ``sys``. Without ``proc`` the result is the total memory
+    of the machine.
     """
     available = _machine_bytes(root)
     for folder, names in _groups(root):

@@ -1,4 +1,4 @@
-"""The memory that slots of one node may take: one account, however many ranks ask at once."""
+"""The memory budget of the slots of one node, for any number of concurrent requests."""
 
 import contextlib
 import threading
@@ -10,7 +10,7 @@ from lazysnap.errors import KeeperError
 from lazysnap.memory.available import available_bytes
 
 _RESERVE_BYTES = 256 << 20
-"""Free memory that is left to the rest of the machine."""
+"""Free memory that slots leave to the rest of the machine."""
 
 
 class MemoryBoundExceeded(KeeperError, MemoryError):
@@ -21,7 +21,7 @@ class Budget:
     """Share of the machine's free memory that slots may take. Thread-safe.
 
     Memory counts as free until its pages are populated, which takes seconds. Training takes more memory until its first
-    step is over. Both are subtracted here, so that ranks that ask at the same time are not promised the same memory.
+    step is over. Both are subtracted here, so that concurrent requests never get the same memory.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Budget:
         """Leave room for growth.
 
         Args:
-            growth_bytes: returns the memory that all trainers together are still going to take. Called on any thread.
+            growth_bytes: returns the memory that all trainers together will still take. Called on any thread.
         """
         self._growth_bytes = growth_bytes
 
@@ -50,7 +50,7 @@ class Budget:
         """Reserve memory while it is populated. ``purpose``: its use, for messages.
 
         Yields a function to be called before each further piece is populated, with the bytes populated since the call
-        before. These are not reserved any more, since the machine no longer counts them as free. The function raises
+        before. These are no longer reserved, because the machine no longer counts them as free. The function raises
         MemoryBoundExceeded if other processes took the memory meanwhile.
         Raises: MemoryBoundExceeded, if there is not enough.
         """

@@ -1,4 +1,4 @@
-"""Reads one capture out of a slot, also while it is still being copied."""
+"""Reads one capture from a slot, also while it is being copied."""
 
 import time
 from collections.abc import Callable
@@ -9,20 +9,20 @@ from lazysnap.memory.slots import Slot
 from lazysnap.shard.manifest import CaptureMeta
 
 STALL_S = 300.0
-"""Seconds after which a capture is given up if its watermark does not move."""
+"""Seconds without progress of the watermark after which a capture is given up."""
 _POLL_S = 0.001
 
 
 class CaptureAborted(LazySnapError):
-    """A capture that will never be complete: it is torn, or its trainer died."""
+    """The capture will never be complete: it is torn, or its trainer died."""
 
 
 class CaptureReader:
     """The bytes of one capture, block by block while they are copied. See ``levels.source.BlockSource``.
 
-    The keeper is woken when a capture begins, so a reader waits for the watermark. The trainer may write over the slot
-    at any moment unless it is held, so what was read counts only after ``finish``: the sequence number is the same
-    before and after. Thread-safe: nothing here changes after the constructor.
+    The keeper is woken when a capture begins, so a reader waits for the watermark. The trainer may overwrite the slot
+    at any time unless it is held, so the read bytes are valid only after ``finish``, which compares the sequence
+    number. Thread-safe: nothing here changes after the constructor.
 
     Example::
 
@@ -38,7 +38,7 @@ class CaptureReader:
         Args:
             slot: the slot that holds it.
             sequence: number of the capture.
-            beat: called again and again while bytes are waited for. What it raises ends the wait.
+            beat: called repeatedly while waiting for bytes. Its errors end the wait.
 
         Raises: CaptureAborted, if the capture is not in the slot; FormatError, if it is damaged.
         """
@@ -49,7 +49,7 @@ class CaptureReader:
         try:
             text = slot.read_meta()
         finally:
-            self.check()  # metadata that was written over is not damaged
+            self.check()  # metadata that was overwritten is not damaged
         self.size_bytes = view.image_bytes
         self.meta = CaptureMeta.from_bytes(text, "a slot")
         names = (int(self.meta.start, 16), self.meta.step)
@@ -60,7 +60,7 @@ class CaptureReader:
             )
 
     def view(self, offset: int, length: int) -> memoryview:
-        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary behind the capture.
+        """Return the bytes ``[offset, offset + length)``. They may end at the next page boundary after the capture.
 
         Blocks: until they are copied, at most ``STALL_S`` without progress. Raises: CaptureAborted.
         """
@@ -69,14 +69,16 @@ class CaptureReader:
         return self._slot.read(offset, length)
 
     def check(self) -> SlotView:
-        """Return the words of the slot: all that was viewed so far is of this capture. Raises: CaptureAborted."""
+        """Return the words of the slot, which prove that all viewed bytes are of this capture. Raises:
+        CaptureAborted.
+        """
         view = self._slot.view()
         if view.sequence != self.sequence or view.phase not in (SlotPhase.CAPTURING, SlotPhase.WHOLE):
             raise CaptureAborted(f"capture {self.sequence} was discarded, or its slot was written over")
         return view
 
     def finish(self) -> None:
-        """Check the capture after its last byte was read: it is whole, and still the same.
+        """Check, after the last byte was read, that the capture is whole and was not replaced.
 
         Blocks: until its trainer commits it, at most ``STALL_S`` without progress. Raises: CaptureAborted.
         """

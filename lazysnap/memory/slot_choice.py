@@ -1,23 +1,23 @@
-"""The words of a slot, the choice of a slot to write over, and the number of slots that a rank needs. Pure.
+"""The words of a slot, the choice of a slot to overwrite, and the number of slots that a rank needs. Pure.
 
-**How many slots.** Claim: from the first snapshot on that was whole on every rank, there is one at every moment. A rank
-never writes over its K newest whole captures, nor over a held one. Of the others it takes the oldest, durable or not,
-so that memory has the newest captures without a gap. So it needs K + 1 slots, and one more where storage or
-redundancy reads captures: both read the same step, so one slot serves both. While a newer step is being protected the
-older one is held, too: a capture that finds no slot then is skipped, and training does not wait.
+**How many slots.** Claim: after the first snapshot that is whole on every rank, such a snapshot exists at any time. A
+rank never overwrites its K newest whole captures or a held one. Of the others it takes the oldest, durable or not, so
+that memory has the newest captures without a gap. So it needs K + 1 slots, and one more where storage or redundancy
+reads captures: both read the same step, so one slot serves both. While a newer step is being protected the older one is
+held, too: a capture that finds no slot then is skipped, and training does not wait.
 
 * *One rank*: K = 1. While it writes a capture, the newest whole one is untouched.
 * *Several ranks, a capture at every step*: K = 2. Say rank A begins to capture N. It made optimizer step N, so it
-  received the gradients of step N from every rank B. B sent them only after its own step N-1, which it made only after
-  the gate before it, and that gate waits for B's capture of N-2. So N-2 is whole on every rank when A begins N, and A
-  writes over neither N-1 nor N-2. Let M be the newest step that any rank began: M-2 is whole everywhere, and no rank
-  wrote over it, because each began at most M and keeps the two newest before it.
-* *Several ranks, a capture every m >= 2 steps*: K = 1. The capture before N is that of N-m. B made step N-1, and
-  N-1 >= N-m+1, so its gate had waited for its capture of N-m. It is whole everywhere when A begins N.
+received the gradients of step N from every rank B. B sent them only after its own step N-1, which it made only after
+the gate before it, and that gate waits for B's capture of N-2. So N-2 is whole on every rank when A begins N, and A
+overwrites neither N-1 nor N-2. Let M be the newest step that any rank began: M-2 is whole everywhere, and no rank wrote
+over it, because each began at most M and keeps the two newest before it.
+* *Several ranks, a capture every m >= 2 steps*: K = 1. The capture before N is that of N-m. B made step N-1, and N-1 >=
+N-m+1, so its gate had waited for its capture of N-m. It is whole everywhere when A begins N.
 * *A rank trains on a device*: K is one more, for all ranks. The gate queues a wait on the device. The host continues
-  until the next gate, which waits until the capture before it is whole. If A's capture W is whole, A's device made step
-  W, so B's host queued the gradients of step W, behind its boundary W-1, which waited for B's capture of
-  W-2 (every m >= 2 steps: W-m). So no rank is more than two captures (every m steps: one) behind another.
+until the next gate, which waits until the capture before it is whole. If A's capture W is whole, A's device made step
+W, so B's host queued the gradients of step W, after its boundary W-1, which waited for B's capture of W-2 (every m >= 2
+steps: W-m). So no rank is more than two captures (every m steps: one) behind another.
 
 docs/architecture.md has the rules of the engine that the argument needs.
 
@@ -85,7 +85,7 @@ class SlotView(Struct, frozen=True):
 
 
 def kept_whole(every_n_steps: int, world_size: int, *, runs_ahead: bool) -> int:
-    """Return K, the number of newest whole captures that a rank never writes over.
+    """Return K, the number of newest whole captures that a rank never overwrites.
 
     Args:
         every_n_steps: steps from one capture to the next.

@@ -1,7 +1,7 @@
-"""Files that serve as memory for slots where memory does not suffice: nameless, allocated in full, on a local disk.
+"""Unnamed, fully allocated files on a local disk, for slots when memory does not suffice.
 
 A file has no name, so it ends with the last process that holds or maps it, as memory does. Its blocks are allocated
-before it is used: a disk that is full later cannot end a process that writes into the mapping.
+before use, so a disk that becomes full cannot end a process that writes into the mapping.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from lazysnap.config import MemoryLevel, PersistentLevel
 from lazysnap.memory.budget import MemoryBoundExceeded
 
 _RESERVE_BYTES = 256 << 20
-"""Space on the disk that is left to others."""
+"""Space on the disk that slots leave to others."""
 _LOCAL_DISKS = {0xEF53: "ext4", 0x58465342: "XFS", 0x9123683E: "btrfs", 0xF2F52010: "F2FS", 0x794C7630: "overlay"}
 """File systems, by ``statfs.f_type``, on which allocated space stays allocated and no server has to answer."""
 _BTRFS = 0x9123683E
@@ -30,7 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def spill_dir(memory: MemoryLevel, levels: Sequence[PersistentLevel]) -> str | None:
-    """Return the directory in which slots are made as files; ``None``: nowhere."""
+    """Return the directory for slots as files, if any."""
     if memory.spill_dir is not None:
         return memory.spill_dir or None
     for level in levels:
@@ -80,13 +80,15 @@ def make_file(directory: str, size_bytes: int) -> int:
 
 
 def is_allocated(fd: int) -> bool:
-    """True if the file behind ``fd`` has no name and all its blocks: nobody opens it by name, and writes find room."""
+    """True if the file ``fd`` has no name and all its blocks: nobody can open it by name, and writes cannot fail for
+    space.
+    """
     facts = os.fstat(fd)
     return facts.st_nlink == 0 and facts.st_blocks * 512 >= facts.st_size
 
 
 def _existing(directory: str) -> str:
-    """Return the directory, or the nearest one above that exists: a file without a name needs none of its own."""
+    """Return the directory, or its nearest existing parent: an unnamed file needs no directory of its own."""
     while not os.path.lexists(directory) and os.path.dirname(directory) != directory:
         directory = os.path.dirname(directory)
     return directory
@@ -114,7 +116,7 @@ def _nameless(folder: str) -> int:
 
 
 def _keep_in_place(fd: int) -> None:
-    """Have btrfs write into allocated blocks instead of new ones, which a full disk has not got. Raises: OSError."""
+    """Make btrfs write into allocated blocks instead of new ones, which a full disk lacks. Raises: OSError."""
     if _kind(fd) == _BTRFS:
         [flags] = struct.unpack("l", fcntl.ioctl(fd, _GET_FLAGS, struct.pack("l", 0)))
         fcntl.ioctl(fd, _SET_FLAGS, struct.pack("l", flags | _NO_COPY_ON_WRITE))

@@ -73,7 +73,7 @@ class Slot:
 
     @classmethod
     def attach(cls: type[AnySlot], descriptor: int) -> AnySlot:
-        """Map a slot. It owns ``descriptor`` from then on, which is closed if it cannot be mapped.
+        """Map a slot. Owns ``descriptor`` from then on, and closes it if it cannot be mapped.
 
         Raises: FormatError, if the descriptor is no slot of this version, or its size could change; OSError.
         """
@@ -91,24 +91,24 @@ class Slot:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the slot takes."""
+        """Return the bytes that the slot takes."""
         return self._image_offset + self.image_capacity_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of shared memory that the slot takes: none if it is a file."""
+        """Return the bytes of shared memory that the slot takes: none if it is a file."""
         if self.is_file:
             return 0
         return self.size_bytes
 
     def view(self) -> SlotView:
-        """Return the words as they were at one moment."""
+        """Return a consistent copy of the words."""
         return self.words.view()
 
     def read_meta(self) -> bytes:
         """Return the metadata of the capture.
 
-        Raises: FormatError, if its checksum does not agree: another capture began, or memory is damaged.
+        Raises: FormatError, if its checksum differs: another capture began, or memory is damaged.
         """
         length = self.words.load(SlotWord.META_BYTES)
         checksum = self.words.load(SlotWord.META_SUM)
@@ -120,9 +120,9 @@ class Slot:
     def read(self, offset: int, length: int) -> memoryview:
         """Return bytes ``[offset, offset + length)`` of the image, or fewer where it ends.
 
-        They are mapped for as long as the result is used. A keeper reads the slots of all ranks of a node; if it kept
-        them mapped, it would be the first process that the kernel kills when memory runs out. The mapping is private:
-        what is written into the result stays in this process. (torch and ISA-L want buffers that can be written.)
+        They are mapped while the result is used. A keeper reads the slots of all ranks of a node. If it kept them
+        mapped, the kernel would kill it first when memory runs out. The mapping is private: writes into the result stay
+        in this process. (torch and ISA-L need writable buffers.)
         """
         stop = min(offset + length, self.image_capacity_bytes)
         if offset >= stop:
@@ -133,7 +133,7 @@ class Slot:
         return memoryview(mapping)[offset - first :]
 
     def reading_descriptor(self) -> int:
-        """Return another descriptor of the slot, through which nothing can be written. The caller closes it.
+        """Return a read-only descriptor of the slot. The caller closes it.
 
         Raises: OSError, without /proc.
         """
@@ -171,7 +171,7 @@ class TrainerSlot(Slot):
         """Called once before the image is unmapped, to unregister it from a device."""
 
     def populate(self) -> None:
-        """Enter all pages of the image into this process's page tables, so that no copy pays for it.
+        """Populate the page tables of this process for the image, so that no copy has to.
 
         Blocks: seconds for a large slot; other threads run meanwhile. Raises: OSError, if there is no memory for it.
         """
@@ -187,7 +187,7 @@ class TrainerSlot(Slot):
             raise OSError(error_number, os.strerror(error_number))
 
     def begin(self, start: int, step: int, *, sequence: int, image_bytes: int, meta: bytes) -> None:
-        """Begin a capture. What was in the slot is lost.
+        """Begin a capture. The previous contents of the slot are lost.
 
         Args:
             start: id of this start of the training.
@@ -205,7 +205,7 @@ class TrainerSlot(Slot):
             )
         words = self.words
         words.store(SlotWord.BEGIN, 0)
-        words.store(SlotWord.SEQUENCE, sequence)  # before all other words of it: see ``SlotPage.view``
+        words.store(SlotWord.SEQUENCE, sequence)  # written before all other words of the capture: see ``SlotPage.view``
         words.store(SlotWord.END, 0)
         words.store(SlotWord.START, start)
         words.store(SlotWord.IMAGE_BYTES, image_bytes)
@@ -247,7 +247,7 @@ class TrainerSlot(Slot):
         self.words.store(SlotWord.END, self.words.load(SlotWord.BEGIN))
 
     def discard(self, sequence: int) -> bool:
-        """Empty the slot, whether the capture is whole or not; ``False`` if that capture is not in it any more.
+        """Empty the slot, whether the capture is whole or not; ``False`` if it has another capture.
 
         A whole capture must not be discarded between the choice of a slot and ``begin``: see ``slot_choice``.
         """
@@ -262,7 +262,7 @@ class TrainerSlot(Slot):
         self.words.store(SlotWord.REACHED, step + 1)
 
     def allow_repeat(self, *, is_repeatable: bool) -> None:
-        """Publish whether a restart may train the step of the capture again: see ``SlotView.is_repeatable``."""
+        """Publish whether a restart may repeat the step of the capture: see ``SlotView.is_repeatable``."""
         self.words.store(SlotWord.REPEATABLE, int(is_repeatable))
 
     def close(self) -> None:
@@ -277,19 +277,19 @@ class TrainerSlot(Slot):
 class KeeperSlot(Slot):
     """A slot whose captures this process holds for readers.
 
-    Holds of a former keeper stay until the core releases them.
+    Holds of an earlier keeper stay until the core releases them.
     """
 
     def hold(self, sequence: int, rank_slots: Sequence[Slot], kept: int) -> bool:
-        """Keep a capture from being written over until ``release``. The core reads the result from the words.
+        """Keep a capture from being overwritten until ``release``. The core reads the result from the words.
 
         Args:
             sequence: number of the capture.
             rank_slots: all slots of the rank.
-            kept: number of newest whole captures that the trainer never writes over.
+            kept: number of newest whole captures that the trainer never overwrites.
 
-        Returns: ``True`` if the trainer is certain to see the hold before it can choose the slot. ``False`` if that is
-            not certain, or the capture is not in the slot any more; then nothing is held.
+        Returns: True if the trainer certainly sees the hold before it can choose the slot. False if that is uncertain,
+        or the slot has another capture; then nothing is held.
         """
         self.words.store(SlotWord.HELD, sequence)
         views = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]
@@ -302,11 +302,11 @@ class KeeperSlot(Slot):
         return False
 
     def release(self) -> None:
-        """Let the trainer write over the slot again."""
+        """Let the trainer overwrite the slot again."""
         self.words.store(SlotWord.HELD, 0)
 
     def void(self, sequence: int) -> None:
-        """Mark an incomplete capture as one that will never be whole. Call it only after its trainer died."""
+        """Mark an incomplete capture as void: it will never be whole. Call it only after its trainer died."""
         self.words.store(SlotWord.VOID, sequence)
 
 
@@ -328,8 +328,8 @@ def make_slot(
     Args:
         meta_capacity_bytes: bytes for metadata, rounded up to pages.
         image_capacity_bytes: bytes for the image, rounded up to pages.
-        directory: the directory in which the slot is made as a file; ``None``: it is shared memory.
-        progress: called with the number of bytes after each piece of shared memory. What it raises ends the call.
+        directory: the directory for a slot that is a file; ``None``: shared memory.
+        progress: called with the number of bytes after each piece of shared memory. Its errors end the call.
 
     Raises: OSError, if the machine has no memory for it; MemoryBoundExceeded, if no file can be made.
     """

@@ -1,28 +1,22 @@
 """The words that trainers and their keeper share: one page in each slot, and one page for the node.
 
-A word has 8 bytes and exactly one writer. Any process may load any word, so nothing is asked and nothing is answered.
+A word has 8 bytes and exactly one writer. Any process may load any word, so no requests are needed.
 
 ==================  ========  =========================================================================================
-word of a slot      writer    meaning
-==================  ========  =========================================================================================
-``MAGIC``           creator   layout and version
-``SLOT_ID``         creator   random number that names the slot in messages
-``META_CAPACITY``   creator   bytes for metadata
-``IMAGE_CAPACITY``  creator   bytes for the image
-``END``             trainer   equal to ``BEGIN`` once the capture is whole
-``BEGIN``           trainer   step + 1 of the capture in the slot; 0: the slot is empty
-``SEQUENCE``        trainer   number of the capture, from 1, over all starts of the job; orders the slots by age
-``START``           trainer   id of the start that made the capture, 64 bits
-``META_BYTES``      trainer   bytes of the metadata
-``META_SUM``        trainer   checksum of the metadata
-``IMAGE_BYTES``     trainer   bytes of the image
-``WATERMARK``       trainer   image bytes [0, ``WATERMARK``) are copied
-``COPIED``          trainer   nanoseconds that the copy took; for people
-``REACHED``         trainer   step + 1 of the last step boundary, in the slot of the newest capture; for people
-``HELD``            keeper    ``SEQUENCE`` of the capture that is being read; 0: none
-``VOID``            keeper    ``SEQUENCE`` of a capture that will never be whole, since its trainer died
-``REPEATABLE``      trainer   1: a restart may train the step of the capture again, to prove itself
-==================  ========  =========================================================================================
+word of a slot      writer    meaning ==================  ========
+========================================================================================= ``MAGIC``           creator
+layout and version ``SLOT_ID``         creator   random number that names the slot in messages ``META_CAPACITY``
+creator   bytes for metadata ``IMAGE_CAPACITY``  creator   bytes for the image ``END``             trainer   equal to
+``BEGIN`` once the capture is whole ``BEGIN``           trainer   step + 1 of the capture in the slot; 0: the slot is
+empty ``SEQUENCE``        trainer   number of the capture, from 1, over all starts of the job; orders the slots by age
+``START``           trainer   id of the start that made the capture, 64 bits ``META_BYTES``      trainer   bytes of the
+metadata ``META_SUM``        trainer   checksum of the metadata ``IMAGE_BYTES``     trainer   bytes of the image
+``WATERMARK``       trainer   image bytes [0, ``WATERMARK``) are copied ``COPIED``          trainer   nanoseconds that
+the copy took; for people ``REACHED``         trainer   step + 1 of the last step boundary, in the slot of the newest
+capture; for people ``HELD``            keeper    ``SEQUENCE`` of the capture that is being read; 0: none ``VOID``
+keeper    ``SEQUENCE`` of a capture that will never be whole, since its trainer died ``REPEATABLE``      trainer   1: a
+restart may train the step of the capture again, to prove itself ==================  ========
+=========================================================================================
 
 The node page has one word, ``AWAITED``, written by the keeper: see ``NodePage``.
 
@@ -42,7 +36,7 @@ from lazysnap.errors import FormatError
 from lazysnap.memory.slot_choice import SlotPhase, SlotView
 
 PAGE_BYTES = mmap.PAGESIZE
-"""Bytes of a page of words. What a process maps begins at a multiple of it."""
+"""Bytes of a page of words. Mappings begin at a multiple of it."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of shared memory: a mapping must not lose its pages because another process changes the size."""
 
@@ -51,23 +45,23 @@ _VIEW_ATTEMPTS = 3
 
 
 def fence() -> None:
-    """Order memory on every processor: what this thread accessed before stays before what it accesses from now on.
+    """Order memory on every processor: earlier accesses of this thread stay before its later ones.
 
     Trainer and keeper share memory without a common lock. x86-64 keeps stores in order, ARM64 does not: a reader could
     see a watermark before the bytes below it. Python has no fence, but releasing a lock and acquiring it again is one.
-    No earlier access moves behind the release, no later one moves before the acquire, and the acquire stays behind
-    the release:
+    No earlier access moves after the release, no later one moves before the acquire, and the acquire stays behind the
+    release:
 
     * ARM64: ``po; [L]``, ``[A]; po`` and ``[L]; po; [A]`` are all in *bob*, "barrier-ordered-before", of Arm's own
-      model (herdtools7, ``herd/libdir/aarch64hwreqs.cat``). An acquire followed by a release would not do: accesses
-      from both sides may move between the two and pass each other there.
+    model (herdtools7, ``herd/libdir/aarch64hwreqs.cat``). An acquire followed by a release would not do: accesses from
+    both sides may move between the two and pass each other there.
     * x86-64: either is a ``LOCK CMPXCHG``, which alone is a full fence.
     * CPython up to 3.12: ``threading.Lock`` is a semaphore (``Python/thread_pthread.h``). glibc releases and acquires
-      it by compare-and-exchange (``nptl/sem_post.c``, ``nptl/sem_waitcommon.c``). From 3.13 on it is a ``PyMutex``
-      (``Python/lock.c``), whose compare-and-exchange is sequentially consistent.
+    it by compare-and-exchange (``nptl/sem_post.c``, ``nptl/sem_waitcommon.c``). From 3.13 on it is a ``PyMutex``
+    (``Python/lock.c``), whose compare-and-exchange is sequentially consistent.
 
-    A system call would not do either: it need not contain a barrier. The lock is a new one each time, so no thread
-    ever waits for another, also after a fork.
+    A system call would not do either: it need not contain a barrier. The lock is a new one each time, so no thread ever
+    waits for another, also after a fork.
     """
     lock = threading.Lock()
     lock.acquire()
@@ -76,7 +70,7 @@ def fence() -> None:
 
 
 class SlotWord(enum.IntEnum):
-    """Index of each word in the page of a slot. The module says who writes which."""
+    """Index of each word in the page of a slot. The docstring of the module names their writers."""
 
     MAGIC = 0
     SLOT_ID = 1
@@ -110,13 +104,13 @@ class WordPage:
         return self._cells[word]
 
     def store(self, word: int, value: int) -> None:
-        """Set a word. Only its one writer may do so."""
+        """Set a word. Only its writer may do so."""
         fence()
         faults.point("memory.store")
         self._cells[word] = value
 
     def close(self) -> None:
-        """Let go of the page, so that it can be unmapped."""
+        """Release the page, so that it can be unmapped."""
         self._cells.release()
 
 
@@ -131,13 +125,13 @@ class SlotPage(WordPage):
         self.image_capacity_bytes = self.load(SlotWord.IMAGE_CAPACITY)
 
     def view(self) -> SlotView:
-        """Return the words as they were at one moment.
+        """Return a consistent copy of the words.
 
         A trainer that begins a capture sets BEGIN to 0, then SEQUENCE, then the other words, then BEGIN. So if SEQUENCE
         is the same before and after, and BEGIN was not 0, all words between are of the capture with that number. The
-        second load also keeps what the caller reads next after the words, such as bytes below the watermark.
+        second load also orders later reads of the caller after the words, such as bytes below the watermark.
 
-        A slot in which captures begin faster than the words can be read is reported as empty.
+        If captures begin faster than the words can be read, the slot is reported as empty.
         """
         for _ in range(_VIEW_ATTEMPTS):
             sequence = self.load(SlotWord.SEQUENCE)
@@ -188,12 +182,12 @@ _AWAITED_NONE = (1 << 64) - 1
 
 
 class NodePage(WordPage):
-    """The page of a node. Its word AWAITED says which captures the keeper wants to be woken for.
+    """The page of a node. Its word AWAITED names the captures for which the keeper must be woken.
 
     AWAITED is step + 1 of the first step that any level waits for, or the greatest number if none is awaited; in a new
     page every capture is awaited. Later captures wake the keeper, too. A trainer that begins a capture stores its words
-    first and loads AWAITED then; the keeper stores AWAITED first and looks at the slots then. So at least one of the
-    two sees what the other stored, and no capture that a level waits for goes unnoticed.
+    first and loads AWAITED then; the keeper stores AWAITED first and reads the slots then. So at least one of the two
+    sees the store of the other, and no awaited capture is missed.
 
     Example::
 

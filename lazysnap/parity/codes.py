@@ -117,7 +117,7 @@ class Code:
 def _eliminate(equations: list[list[int]], column: int) -> None:
     """Solve for one unknown: its factor becomes 1 in the equation of that number, and 0 in all others.
 
-    Equations before that number are solved. Each is a list of factors, and behind them the sum.
+    Equations before that number are solved. Each is a list of factors, and after them the sum.
     """
     pivot = column
     while equations[pivot][column] == 0:  # ends: the docstring of this module says why

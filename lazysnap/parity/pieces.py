@@ -40,7 +40,7 @@ class Pieces:
 
     @property
     def piece_bytes(self) -> int:
-        """Size of each piece. Zeros follow behind the end of a part."""
+        """Size of each piece. Zeros follow after the end of a part."""
         return self.num_blocks * self.block_bytes
 
     @property
@@ -51,14 +51,14 @@ class Pieces:
     def checksum_at(self, column: int, block: int) -> int:
         """Return the offset, in a stripe's file, of the checksum of a block of a data piece.
 
-        The column behind the last one is the parity.
+        The column after the last one is the parity.
         """
         return self.piece_bytes + (column * self.num_blocks + block) * CHECKSUM_BYTES
 
     def span(self, position: int, stripe: int, block: int) -> tuple[int, int]:
         """Return the offset and length of a block in the part of the member at that position.
 
-        The block is one of the member's piece in that stripe. The length is 0 behind the end of the part.
+        The block is one of the member's piece in that stripe. The length is 0 after the end of the part.
         """
         piece = self.group.stripes(position).index(stripe)
         offset = piece * self.piece_bytes + block * self.block_bytes

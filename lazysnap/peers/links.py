@@ -88,7 +88,7 @@ class Links:
             me: this node.
             num_nodes: nodes of the start.
             handle: takes a new link, and the messages of other nodes. It must return at once. Nothing of an earlier
-                connection of a node comes behind a later one.
+                connection of a node comes after a later one.
             deadlines: bounds of each wait.
         """
         self._secret = secret
@@ -102,7 +102,7 @@ class Links:
         self._is_closed = False
 
     def send(self, node: int, message: StateMessage) -> None:
-        """Send soon, if there is a link; else it is dropped: a new link asks for the state. Never blocks."""
+        """Send soon, if there is a link; else it is dropped: a new link requests the state. Never blocks."""
         link = self._links.get(node)
         if link is not None:
             link.put(message)

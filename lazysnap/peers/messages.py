@@ -25,7 +25,7 @@ from lazysnap.errors import KeeperError, LazySnapError
 
 MAX_NODES = 1 << 16
 MAX_READ_BYTES = 16 << 20
-"""Bytes that one ``Read`` may ask for."""
+"""Bytes that one ``Read`` may request."""
 MAX_TEXT = 4096
 """Characters of a refusal, and of the name of a job."""
 
@@ -36,7 +36,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 class PeerRefused(KeeperError):
-    """The keeper of another node answered that it cannot give what was asked for; the message is that keeper's."""
+    """The keeper of another node answered that it cannot give what was requested; the message is that keeper's."""
 
 
 class NotYet(LazySnapError):
@@ -80,7 +80,7 @@ Subject = PartOf | SlotOf | ParityOf
 
 
 class Read(Struct, frozen=True, tag="read", forbid_unknown_fields=True):
-    """Ask for bytes. The answer is a ``Block`` or a ``Refusal``."""
+    """Request bytes. The answer is a ``Block`` or a ``Refusal``."""
 
     subject: Subject
     offset: Size
@@ -89,7 +89,7 @@ class Read(Struct, frozen=True, tag="read", forbid_unknown_fields=True):
 
 
 class Block(Struct, frozen=True, tag="block", forbid_unknown_fields=True):
-    """``length`` bytes follow behind this frame.
+    """``length`` bytes follow after this frame.
 
     A block that reaches the end is answered only when all captures of which the bytes are were found whole.
     """

@@ -27,7 +27,7 @@ from lazysnap.peers.wire import (
 
 _SHORTEST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.2
-"""Seconds until bytes that were not there yet are asked for again: the pause doubles from the first to the second."""
+"""Seconds until bytes that were not there yet are requested again: the pause doubles from the first to the second."""
 _decoder: "msgpack.Decoder[Answer]" = msgpack.Decoder(Answer)
 
 
@@ -97,7 +97,7 @@ class PeerReader:
 
         Blocks: until the bytes are there. With the last byte: until all captures are whole.
         Returns: xxh3_64 of the bytes, computed by the keeper and compared here.
-        Raises: PeerRefused, also if the capture was written over while it was sent; FormatError, if bytes were damaged
+        Raises: PeerRefused, also if the capture was overwritten while it was sent; FormatError, if bytes were damaged
         on their way; ConfigError.
         """
         out = out.cast("B")
@@ -161,7 +161,7 @@ class PeerReader:
 
     def _exchange(self, read: Read, out: memoryview) -> Answer:
         """Send a read and receive its answer."""
-        # The other side closes a connection on which nothing was asked for long, or that an earlier keeper had.
+        # The other side closes a connection on which nothing was requested long, or that an earlier keeper had.
         may_be_stale = self._connection is not None
         try:
             try:

@@ -48,7 +48,7 @@ class ServedSources(Protocol):
         ...
 
     def forget(self, subject: Subject) -> None:
-        """Open this anew the next time: reading it failed."""
+        """Open this again the next time: reading it failed."""
         ...
 
 
@@ -108,7 +108,7 @@ def _answer(connection: socket.socket, sources: ServedSources, read: Read, send_
 
 
 def _answer_of(sources: ServedSources, read: Read) -> tuple[Block | Refusal, memoryview]:
-    """Return the answer to a read, and the bytes behind it."""
+    """Return the answer to a read, and the bytes after it."""
     try:
         return _read(sources.open(read.subject), read)
     except NotYet as error:
@@ -134,6 +134,6 @@ def _read(source: OpenedSource, read: Read) -> tuple[Block | Refusal, memoryview
     if read.length:
         payload = data.view(read.offset, read.length)[: read.length]
     checksum = xxhash.xxh3_64_intdigest(payload)
-    # Behind the checksum: a capture that was written over meanwhile is not answered with the checksum of a mixture.
+    # Behind the checksum: a capture that was overwritten meanwhile is not answered with the checksum of a mixture.
     source.check()
     return Block(read.length, checksum, data.size_bytes, source.identity), payload

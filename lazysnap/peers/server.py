@@ -76,7 +76,7 @@ class Peers:
     def begin(self, settings: PeerSettings) -> None:
         """Serve, and link to, the nodes of a start from now on. Connections of an earlier start end.
 
-        Does nothing if these are the settings already. Never raises: what cannot be had is tried again, and logged.
+        Does nothing if these are the settings already. Never raises: what is not available is tried again, and logged.
         """
         if settings == self._settings:
             return

@@ -1,6 +1,6 @@
 """One connection of a keeper to another process of the start, on the keeper's asyncio loop.
 
-Nothing is received ahead of what is asked for. So a connection can be lent to a thread between two messages.
+Nothing is received ahead of what is requested. So a connection can be lent to a thread between two messages.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class Stream:
-    """A connection. Its coroutines raise one of ``wire.FAILURES``: then it is of no use any more.
+    """A connection. Its coroutines raise one of ``wire.FAILURES``: then it is useless any more.
 
     At most one coroutine receives at a time, and at most one sends.
     """

@@ -2,7 +2,7 @@
 
 On the wire: the handshake of ``peers.secret``, then messages as frames. A frame is a length (4 bytes, big-endian,
 bounded), a checksum (8 bytes, xxh3_64) and that many bytes of MessagePack, of which the checksum is. Nothing is
-allocated for a frame that is too long. The raw bytes of a block follow behind its frame.
+allocated for a frame that is too long. The raw bytes of a block follow after its frame.
 """
 
 import asyncio

@@ -51,7 +51,7 @@ class Level:
             return self._storage
 
     def forget(self) -> None:
-        """Read manifests anew."""
+        """Read manifests again."""
         self._manifests.clear()
 
     def begin_open(self) -> None:

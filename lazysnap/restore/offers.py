@@ -36,7 +36,7 @@ def numbers_in(ranges: Sequence[int]) -> Iterator[int]:
 
 
 def pack_memory(inventories: Iterable[Inventory]) -> list[Any]:
-    """Return the captures in the memory that one rank asked for."""
+    """Return the captures in the memory that one rank requested."""
     captures: dict[tuple[str, str, int, int, int], list[tuple[int, int, bool | None]]] = defaultdict(list)
     for inventory in inventories:
         for entry in inventory.entries:

@@ -90,7 +90,7 @@ class ParityBlocks(Blocks):
     @contextlib.contextmanager
     def block(self, index: int, buffers: Buffers) -> Iterator[memoryview]:
         """See ``Blocks``."""
-        # A part ends in the middle of a piece; behind it are zeros.
+        # A part ends in the middle of a piece; after it are zeros.
         stripe, block = self._lost.pieces.locate(self._lost.position, index)
         length = self._lost.pieces.span(self._lost.position, stripe, block)[1]
         with buffers.buffer(self.block_bytes) as out, buffers.buffer(self.block_bytes) as spare:

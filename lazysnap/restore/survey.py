@@ -243,7 +243,7 @@ class Survey:
     def _read_share(self, sites: list[Site], problems: list[str], deadline: float | None) -> list[Any]:
         """Return the contents of this rank's shares, and the URLs of late levels.
 
-        The contents of a share are packed, behind the number of the site and its distance.
+        The contents of a share are packed, after the number of the site and its distance.
         """
         rank = self._world.rank
         begun = []

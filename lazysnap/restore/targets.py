@@ -146,7 +146,7 @@ def check_fits(
     """Compare a snapshot with the live model. Raises: StateError, naming the first tensors that differ.
 
     Args:
-        saved: the tensors of the snapshot but for those of other objects, ``None`` where facts are not known yet.
+        saved: the tensors of the snapshot except those of other objects, ``None`` where facts are not known yet.
         expected: the live tensors.
         where: names the snapshot in the error.
         casts: one floating dtype may replace another, since loading converts the values.

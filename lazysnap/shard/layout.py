@@ -145,7 +145,7 @@ class Layout:
 def join(shards: Sequence[tuple[int, Layout]]) -> tuple[bytes, tuple[int, ...]]:
     """Return the header of a node's file, and the offset of each shard in it. ``shards``: rank and layout, in order.
 
-    The file is this header with all shards behind it, byte for byte and each on a page. It is valid safetensors. Its
+    The file is this header with all shards after it, byte for byte and each on a page. It is valid safetensors. Its
     tensors are called ``rank-00003/<name>``. Since each byte has to belong to a tensor, the bytes between two shards
     and the header of the second are a tensor ``lazysnap/rank-00003``. A file with one shard is that shard.
 

@@ -1,7 +1,7 @@
 """The catalogue of a level: its snapshots, complete or not.
 
 The name of a directory holds run, step and start. Directories are listed and manifests are read only for the snapshots
-that a caller asks for.
+that a caller requests.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

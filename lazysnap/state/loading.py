@@ -101,7 +101,7 @@ def check_loads(path: str, module: torch.nn.Module, captured: Mapping[str, Any])
 def _live_entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors of ``state_dict()`` that the module holds, not those that it makes for each call."""
     entries = entries_of(module)
-    entries_again = entries_of(module)  # beside the first: a tensor that is made anew has other memory
+    entries_again = entries_of(module)  # beside the first: a tensor that is made again has other memory
     live = {}
     for name, tensor in entries.items():
         again = entries_again.get(name)

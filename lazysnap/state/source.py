@@ -67,7 +67,7 @@ class StateSource:
         return False
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
-        """Return tensors, beside those of optimizers, that change only behind a gate (weight averages); no buffers."""
+        """Return tensors, beside those of optimizers, that change only after a gate (weight averages); no buffers."""
         return ()
 
     def modules(self) -> list[torch.nn.Module]:

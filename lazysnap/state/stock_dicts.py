@@ -24,7 +24,7 @@ class _NotStock(Exception):
 
 
 def state_of_module(module: torch.nn.Module) -> Mapping[str, Any]:
-    """Return what ``module.state_dict()`` returns, but for the versions of modules. Hot: once per boundary."""
+    """Return what ``module.state_dict()`` returns, except the versions of modules. Hot: once per boundary."""
     state: dict[str, Any] = {}
     try:
         _add_module(module, "", state, set())

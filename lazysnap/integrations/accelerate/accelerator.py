@@ -82,7 +82,7 @@ class _WithSnapshots:
     ) -> Any:
         """Capture the state between two steps, lazily. Returns in milliseconds.
 
-        Call it behind everything that belongs to a step, or not at all: steps are captured anyway, every
+        Call it after everything that belongs to a step, or not at all: steps are captured anyway, every
         ``SnapshotConfig.every_n_steps``, before the next batch is fetched.
 
         With a directory, the directory names the snapshot for ``load_state``. When the snapshot is durable, a process
@@ -177,7 +177,7 @@ class _WithSnapshots:
     def rollback(self, steps: int = 1) -> None:
         """Go back in place to the newest snapshot at least ``steps`` older than the running step.
 
-        Call it on all ranks, behind ``backward`` or the optimizer's step. The state goes back before the next batch is
+        Call it on all ranks, after ``backward`` or the optimizer's step. The state goes back before the next batch is
         fetched, and the loop continues with that batch. Micro batches of an accumulation are dropped.
 
         Raises: ConfigError. The fetch of the next batch raises SnapshotNotFound, if there is no such snapshot, and

@@ -26,7 +26,7 @@ class BoundaryWatch:
 
         Args:
             at_boundary: called between two steps.
-            gate: called when an iteration ends, since weights may be swapped behind it without an optimizer step.
+            gate: called when an iteration ends, since weights may be swapped after it without an optimizer step.
             counted_epochs: returns the program's counters of epochs, by name.
         """
         self._at_boundary = at_boundary

@@ -37,11 +37,11 @@ class Numbering:
         return directory, number
 
     def continue_behind(self, number: int) -> None:
-        """Let the next checkpoint have the number behind this one."""
+        """Let the next checkpoint have the number after this one."""
         self._project.iteration = number + 1
 
     def continue_behind_loaded(self, directory: str) -> None:
-        """Continue behind a checkpoint that stock loaded."""
+        """Continue after a checkpoint that stock loaded."""
         match = _NAME.fullmatch(os.path.basename(directory))
         if self.is_automatic and match is not None:
             self.continue_behind(int(match[1]))

@@ -86,7 +86,7 @@ class FitBoundaries:
         original()
 
     def _end_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._roll_back(self._trainer)  # a hook behind the callback's own may have requested it
+        self._roll_back(self._trainer)  # a hook after the callback's own may have requested it
         return original(*args, **kwargs)
 
     def _gated(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

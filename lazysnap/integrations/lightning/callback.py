@@ -266,7 +266,7 @@ class LazySnapshotCallback(WithEngine, Callback):
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:
-    """React to preemption, which ends the fit as Lightning would, but for the exit code. Idempotent.
+    """React to preemption, which ends the fit as Lightning would, except the exit code. Idempotent.
 
     Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal. It also waits for
     the end of the batch, and the program exits with code 0. The handler from before the fit is called, but the fit

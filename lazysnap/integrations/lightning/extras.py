@@ -71,7 +71,7 @@ def _collect_result(result: Any) -> dict[str, Any]:
     for field in fields(meta):
         if field.name != "_sync":
             state[field.name] = getattr(meta, field.name)
-    # The reductions are functions and bound methods of the strategy: they are built anew, never stored.
+    # The reductions are functions and bound methods of the strategy: they are built again, never stored.
     state["reduce_fx"] = meta.reduce_fx.__name__
     state["sync_dist"] = meta.sync.should
     state["rank_zero_only"] = meta.sync.rank_zero_only

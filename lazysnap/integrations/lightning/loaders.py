@@ -78,7 +78,7 @@ class LoaderPositions:
 
     @property
     def passed(self) -> int:
-        """Batches behind which the longest loader continues, after ``load_state_dict``."""
+        """Batches after which the longest loader continues, after ``load_state_dict``."""
         num_batches = 0
         for recorded in self._recorded:
             position = recorded.position

@@ -1,4 +1,4 @@
-"""The counters and flags of Lightning's loops: collected at a boundary, put back by a restart."""
+"""The counters and flags of Lightning's loops: collected at a boundary, restored by a restart."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rollback inside a running fit: the parts of the state that continue, and are not put back.
+"""Rollback inside a running fit: the parts of the state that continue, and are not restored.
 
 Model, optimizers, schedules that count steps, scaler, random numbers, metrics, callbacks and the counter of steps go
 back. The data and its counters continue: loaders and their generators, batches, epochs, schedules that count epochs,

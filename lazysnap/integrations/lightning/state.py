@@ -2,7 +2,7 @@
 
 The boundary is just before the next batch is fetched. By then step k is complete: learning rates, averaged weights,
 ModelCheckpoint, validation, counters, loggers; step k+1 has not begun. Lightning restores the part that its own
-checkpoint has. The rest is put back when the restarted fit reaches the same boundary; so are the counters, which
+checkpoint has. The rest is restored when the restarted fit reaches the same boundary; so are the counters, which
 Lightning changes for its own kind of restart.
 
 Not in a snapshot: attributes of modules and callbacks that no ``state_dict`` or ``on_save_checkpoint`` gives; the
@@ -54,7 +54,7 @@ _LEFT_OUT = "left_out"
 
 
 class _Ours(dict[str, Any]):
-    """A checkpoint that is the part of a snapshot which Lightning's connector puts back."""
+    """A checkpoint that is the part of a snapshot which Lightning's connector restores."""
 
 
 class LightningState(StateSource):
@@ -200,7 +200,7 @@ class LightningState(StateSource):
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
         """See ``StateSource.load``.
 
-        At a restart, behind ``accept``: load the parts that the connector did not restore yet, but for those that wait
+        At a restart, after ``accept``: load the parts that the connector did not restore yet, except those that wait
         for ``finish_resume``. In a rollback, at the end of a batch: load everything but the data.
 
         Calls the ``on_load_checkpoint`` hooks of the program. Raises: as these and ``load_state_dict``.

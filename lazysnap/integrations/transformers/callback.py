@@ -1,6 +1,6 @@
 """``LazyTrainerCallback``: a snapshot of a ``Trainer`` at every optimizer step, and exact restarts.
 
-Methods of that one trainer are replaced while it trains, and put back. The boundary is just before the batches of the
+Methods of that one trainer are replaced while it trains, and restored. The boundary is just before the batches of the
 next optimizer step are fetched (``get_batch_samples``). By then step k is complete: schedule, callbacks, logs,
 evaluation, stock checkpoints, the end of an epoch. Step k+1 has not begun. At an epoch's start ``on_epoch_begin`` has
 run; a restart in mid-epoch runs it again, as stock does.
@@ -264,7 +264,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return result
 
     def _skip_first_batches(self, original: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
-        """Skip nothing in a restored loader: its next iteration continues behind these batches."""
+        """Skip nothing in a restored loader: its next iteration continues after these batches."""
         if self._state.is_resuming and loader is self._loader:
             return loader
         return original(loader, num_batches)

@@ -248,7 +248,7 @@ class _Parent:
         return self._fork_program(connection, request, handles)
 
     def _fork_program(self, connection: socket.socket, request: dict[str, Any], handles: list[int]) -> bool:
-        """Fork the program that a client asked for. Return ``True`` in the program."""
+        """Fork the program that a client requested. Return ``True`` in the program."""
         gate, gate_end = os.pipe()
         parent = os.getpid()
         pid = _fork()
