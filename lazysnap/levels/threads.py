@@ -7,11 +7,13 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def in_threads(tasks: Iterable[Callable[[], Result]], count: int, name: str) -> list[Result]:
+def in_threads(
+    tasks: Iterable[Callable[[], Result]], count: int, name: str, on_error: Callable[[], None] | None = None
+) -> list[Result]:
     """Run tasks in at most ``count`` threads, the caller's included. Return their results, in order.
 
     A task is taken, in order, when a thread is free. Not ``ThreadPoolExecutor``: the interpreter joins its threads at
-    exit, and one that hangs in a dead file system would keep the process alive forever.
+    exit, and one that hangs in a dead file system would keep the process alive for ever.
 
     Blocks. Raises: the first error; no task starts after it.
 
@@ -19,6 +21,7 @@ def in_threads(tasks: Iterable[Callable[[], Result]], count: int, name: str) -> 
         tasks: the functions to call.
         count: the number of threads.
         name: the beginning of the names of the threads.
+        on_error: called in the thread in which a task failed. Other tasks may still run.
     """
     queue = enumerate(tasks)
     queue_lock = threading.Lock()
@@ -38,13 +41,15 @@ def in_threads(tasks: Iterable[Callable[[], Result]], count: int, name: str) -> 
                 results[index] = task()
             except BaseException as error:  # noqa: BLE001  raised below
                 errors.append(error)
+                if on_error is not None:
+                    on_error()
 
     threads = []
     for number in range(1, count):
         thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # a limit of threads: the running ones do the work
+        except RuntimeError:  # a limit of threads: those that run do the work
             break
         threads.append(thread)
     work()
@@ -56,7 +61,7 @@ def in_threads(tasks: Iterable[Callable[[], Result]], count: int, name: str) -> 
 
 
 def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
-    """Wait for a thread, also after a Ctrl-C: its file must not be closed while it reads."""
+    """Wait for a thread, also after a Ctrl-C, which ends the run: its file must not be closed while it reads."""
     while thread.is_alive():
         try:
             thread.join()
