@@ -7,9 +7,7 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def in_threads(
-    tasks: Iterable[Callable[[], Result]], count: int, name: str, on_error: Callable[[], None] | None = None
-) -> list[Result]:
+def in_threads(tasks: Iterable[Callable[[], Result]], count: int, name: str) -> list[Result]:
     """Run tasks in at most ``count`` threads, the caller's included. Return their results, in order.
 
     A task is taken, in order, when a thread is free. Not ``ThreadPoolExecutor``: the interpreter joins its threads at
@@ -21,7 +19,6 @@ def in_threads(
         tasks: the functions to call.
         count: the number of threads.
         name: the beginning of the names of the threads.
-        on_error: called in the thread in which a task failed. Other tasks may still run.
     """
     queue = enumerate(tasks)
     queue_lock = threading.Lock()
@@ -41,8 +38,6 @@ def in_threads(
                 results[index] = task()
             except BaseException as error:  # noqa: BLE001  raised below
                 errors.append(error)
-                if on_error is not None:
-                    on_error()
 
     threads = []
     for number in range(1, count):
