@@ -71,7 +71,7 @@ def test_steps_that_are_not_due_count_as_well(start):
 
 
 @pytest.mark.slow
-def test_at_the_end_of_the_block_the_last_step_is_steps_at(start, tmp_path):
+def test_at_the_end_of_the_block_the_last_step_is_stored(start, tmp_path):
     training = start(tmp_path)
     with training.engine as engine:
         assert engine is training.engine
@@ -96,7 +96,7 @@ def test_at_the_end_the_last_step_is_captured_though_it_is_not_due(start, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_training_that_ends_before_there_is_memory_for_its_last_step_is_steps_at(start, tmp_path):
+def test_a_training_that_ends_before_there_is_memory_for_its_last_step_is_stored(start, tmp_path):
     training = start(tmp_path)
     with training.engine as engine:
         train(training, 2)
