@@ -153,7 +153,7 @@ def test_captures_go_into_memory_again_when_a_keeper_can_be_started(job, tmp_pat
     assert second.facts() == facts
 
 
-def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_steps_at(job, tmp_path, monkeypatch, caplog):
+def test_a_keeper_that_dies_and_cannot_be_replaced_leaves_what_was_stored(job, tmp_path, monkeypatch, caplog):
     training = job.start(tmp_path / "level")
     training.run(1, 2)
     facts = training.facts()

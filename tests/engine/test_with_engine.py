@@ -37,7 +37,7 @@ def train(training, last, error=None):
 
 
 @pytest.mark.slow
-def test_steps_are_counted_from_what_was_resteps_at(start, job):
+def test_steps_are_counted_from_what_was_restored(start, job):
     first = start()
     assert first.engine.step == 0
     assert first.engine.restore("latest") is None
