@@ -84,6 +84,7 @@ def test_a_checkpoint_is_not_deleted_while_an_export_moves_files_into_it(directo
             until(lambda: named_in(directory) is None)
             process.send_signal(signal.SIGCONT)
             deletion.join()
+            process.wait(60)
         finally:
             process.kill()
     assert process.returncode == 0

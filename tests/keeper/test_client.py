@@ -310,7 +310,7 @@ def test_a_keeper_that_sends_nothing_is_asked_and_found_silent(keeper, make_clie
     assert (question.about, question.number) == ("memory", 0)
     assert client.wait(lambda _: client.is_silent, TIMEOUT_S)
     assert f"process {PID} on" in client.failure()
-    assert "does not answer: training and captures into memory go on" in client.failure()
+    assert "does not answer: training and captures into memory continue" in client.failure()
     assert client.is_connected
 
     peer.answer(0, None)
@@ -625,7 +625,7 @@ def test_a_question_is_asked_again_where_the_keeper_is_lost(keeper, client, peer
 
 
 def test_a_question_without_an_answer_ends(client, peer):
-    with pytest.raises(KeeperError, match=r"did not tell what it holds within 0\.05 s"):
+    with pytest.raises(KeeperError, match=r"did not report its memory within 0\.05 s"):
         client.memory(0.05)
 
 
@@ -738,7 +738,7 @@ def test_a_training_that_is_over_wants_no_other_keeper_after_the_one_that_it_tol
     searched.state()
     leaving = threading.Thread(target=client.leave, args=(Farewell.OVER, 3 * TIMEOUT_S))
     leaving.start()
-    assert until(lambda: client._link.is_left)
+    assert until(lambda: client._link.is_leaving)
     searched.channel.close()
     told = keeper.accept()
     assert told.state().farewell is Farewell.OVER

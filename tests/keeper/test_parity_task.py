@@ -385,7 +385,7 @@ def test_another_start_is_not_read(group):
 def test_a_step_without_memory_for_its_parity_fails(group, monkeypatch):
     group.capture(STEP)
 
-    def refuse(count, size_bytes):
+    def refuse(count, size_bytes, beat):
         raise MemoryError
 
     monkeypatch.setattr(group.nodes[0].store, "buffers", refuse)
