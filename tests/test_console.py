@@ -41,7 +41,7 @@ import logging
 import lazysnap
 from lazysnap.console import say
 say("a run starts")
-logging.getLogger("lazysnap.engine").warning("step %d passed over", 3)
+logging.getLogger("lazysnap.engine").warning("step %d skipped", 3)
 logging.getLogger("lazysnap.engine").info("nothing")
 logging.basicConfig(format="LOG %(message)s")
 logging.getLogger("lazysnap.engine").warning("once")
@@ -51,7 +51,7 @@ say("below the level")
 
 def test_without_logging_every_line_says_whose_it_is_and_with_logging_the_program_decides():
     ran = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert ran.stderr.splitlines() == ["lazysnap: a run starts", "lazysnap: step 3 passed over", "LOG once"]
+    assert ran.stderr.splitlines() == ["lazysnap: a run starts", "lazysnap: step 3 skipped", "LOG once"]
 
 
 @pytest.mark.parametrize("how", ["its reader ended", "closed"])

@@ -88,7 +88,7 @@ class Capture:
         """Names of lazy tensors that something wrote to since the boundary.
 
         The gate guarantees that nothing changes. This check finds a step that bypassed the gate, unless the optimizer
-        is fused: those do not count versions.
+        is fused: fused optimizers do not count versions.
         """
         all_sources = self.sources  # read once: the copy thread replaces it
         if not all_sources:

@@ -236,7 +236,9 @@ class Captures:
         self._headers.pop(slot.slot_id, None)
 
     def close(self, timeout_s: float) -> None:
-        """Stop the copy thread behind the copies of devices: the slots may go. Blocks: at most ``timeout_s``."""
+        """Stop the copy thread after the copies of devices, so that slots may be unmapped. Blocks: at most
+        ``timeout_s``.
+        """
         self._thread.close(timeout_s)
         self.history = []
         self._headers.clear()

@@ -111,8 +111,8 @@ def ask(identity: JobIdentity, pid: int, timeout_s: float) -> KeeperAnswer | Non
 def _why_silent(pid: int, timeout_s: float) -> str:
     text = f"keeper {pid} does not answer within {timeout_s:g} s"
     if _is_stopped(pid):
-        return f"{text}: it is stopped; `kill -CONT {pid}` lets it go on"
-    return f"{text}: it hangs, or the machine is overloaded; training goes on, ask again"
+        return f"{text}: it is stopped; `kill -CONT {pid}` resumes it"
+    return f"{text}: it hangs, or the machine is overloaded; training continues; try again"
 
 
 def _is_stopped(pid: int) -> bool:

@@ -332,7 +332,7 @@ def _loss_rows(job: dict[str, Any], output: Output) -> Iterator[list[object]]:
         if loss == "process" and not lives:
             label = "the process (it ended)"
         if loss == "keeper" and lives and outcome["safe"]["source"] == MEMORY:
-            yield [label, "training goes on with a new keeper", "0"]
+            yield [label, "training continues with a new keeper", "0"]
         else:
             style = ""
             if outcome["safe"]["step"] is None:

@@ -281,7 +281,7 @@ class Iteration:
             if not is_reported and elapsed_s > _LONG_S and is_first_rank():
                 is_reported = True
                 logger.warning(
-                    "%s: %d batches are read again, to go on behind them: about %.0f s (%s)",
+                    "%s: %d batches are read again, to continue after them: about %.0f s (%s)",
                     type(self._base).__name__,
                     batches,
                     elapsed_s / number * batches,
@@ -293,4 +293,4 @@ class Iteration:
         if is_iterable(self._base):
             name = type(self._base.dataset).__name__
             return f"{name} does not save its position: state_dict() and load_state_dict() would"
-        return "its batches cannot be passed over by index"
+        return "its batches cannot be skipped by index"

@@ -247,7 +247,7 @@ class Position:
             self._leave_epoch(pending)  # the program may have been done with it
         elif batches != pending["given"]:
             logger.warning(
-                "the loader goes on behind batch %d, as restored; %d batches were to be skipped", self.given, batches
+                "the loader continues after batch %d, as restored; %d batches were to be skipped", self.given, batches
             )
 
     # ---------------------------------------------------------------- steps and boundaries

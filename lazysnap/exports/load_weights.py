@@ -67,7 +67,7 @@ def _load(which: str | int, part: str | None, catalogue: Catalogue) -> dict[str,
             if which != LATEST:
                 raise
             errors.append(error)
-            skipped.append(f"step {plan.step} passed over: {error}")
+            skipped.append(f"step {plan.step} skipped: {error}")
         else:
             for problem in [*catalogue.problems, *catalogue.incomplete, *skipped]:
                 logger.warning("%s", problem)

@@ -121,7 +121,7 @@ class Answers:
         if job is None:
             return (
                 "it has captures, and no training has named the levels for them yet; start the training again "
-                "(--force ends the keeper all the same and loses them)"
+                "(--force ends the keeper anyway and loses them)"
             )
         newest = max(whole_on_all(self._core.ranks.views(job.settings)), default=None)
         is_any_failing = False
@@ -135,7 +135,7 @@ class Answers:
             return ""
         return (
             f"its newest capture, step {newest.step}, could not be stored at every level; repair the level and try "
-            "again (--force ends it all the same and loses that capture)"
+            "again (--force ends it anyway and loses that capture)"
         )
 
     def _text_of_training(self) -> str:

@@ -254,8 +254,7 @@ class KeeperSearch:
             pid = self._silent_pid
             return (
                 f"the keeper of job {job_id!r} (process {pid}) did not answer within {self._io_timeout_s:g} s "
-                f"(io_timeout_s): it is stopped, or the machine is overloaded; `kill -CONT {pid}` lets a stopped one "
-                "go on"
+                f"(io_timeout_s): it is stopped, or the machine is overloaded; `kill -CONT {pid}` resumes a stopped one"
             )
         files = self._identity.files
         text = f"no keeper of job {job_id!r} could be started{self._outcome}"

@@ -111,7 +111,7 @@ def parse_directory(name: str, files: Sequence[str], stamp: Any = None) -> Direc
     return Directory(name, _ranges(committed), tuple(names), bare, stamp)
 
 
-def without_manifest(url: str, directory: Directory, consequence: str = "passed over") -> str:
+def without_manifest(url: str, directory: Directory, consequence: str = "skipped") -> str:
     """Return the message about a snapshot that is incomplete because a file has no manifest.
 
     ``consequence``: for that step.

@@ -74,7 +74,7 @@ class CaptureReader:
         """
         view = self._slot.view()
         if view.sequence != self.sequence or view.phase not in (SlotPhase.CAPTURING, SlotPhase.WHOLE):
-            raise CaptureAborted(f"capture {self.sequence} was discarded, or its slot was written over")
+            raise CaptureAborted(f"capture {self.sequence} was discarded, or its slot was overwritten")
         return view
 
     def finish(self) -> None:

@@ -1,1 +1,1 @@
-"""Parity between nodes: the code of one stripe, and which nodes protect each other. No input, no output, no torch."""
+"""Parity between nodes: the code of one stripe, and which nodes protect each other. No I/O, no torch."""

@@ -1,9 +1,9 @@
-"""The erasure code of one stripe: k data pieces, m parity pieces; any k of them give back the others.
+"""The erasure code of one stripe: k data pieces, m parity pieces; any k of them determine the others.
 
 A piece is a string of elements of GF(256), one per byte. A parity piece is a weighted sum of the data pieces. The
 weights are a Cauchy matrix whose columns are scaled so that parity 0 has weights of one. So parity 0 is the XOR of the
-data, and with one data piece it is its mirror. Every square part of a Cauchy matrix can be inverted, scaled or not:
-therefore any k pieces are enough. The weight of a parity and a column is the same for every k and m.
+data, and with one data piece it is its mirror. Every square submatrix of a Cauchy matrix is invertible, scaled or not,
+so any k pieces suffice. The weight of a parity and a column is the same for every k and m.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 POLYNOMIAL = 0x11D
-"""The field is that of ISA-L and of RAID-6."""
+"""The polynomial of the field, as in ISA-L and RAID-6."""
 MAX_PIECES = 256
-"""Data and parity together."""
+"""Maximum number of data and parity pieces together."""
 
 
 def _powers_of_two() -> list[int]:
@@ -74,7 +74,9 @@ class Code:
             )
 
     def weight(self, row: int, column: int) -> int:
-        """Return the weight of data piece ``column`` in parity piece ``row``. Raises: ConfigError, if there is none."""
+        """Return the weight of data piece ``column`` in parity piece ``row``. Raises: ConfigError, for other
+        indices.
+        """
         if not (0 <= row < self.parity and 0 <= column < self.pieces):
             raise ConfigError(f"{self} has no weight of data piece {column} in parity piece {row}")
         return quotient(255 ^ column, (255 - row) ^ column)
@@ -83,7 +85,7 @@ class Code:
     def recovery(self, data_piece: int, present: tuple[int, ...]) -> list[int]:
         """Return the weight of each piece in ``present`` in the sum that is the data piece of that number.
 
-        ``present``: exactly k pieces that are left: 0 to k-1 are data, k to k+m-1 parity.
+        ``present``: exactly k available pieces: 0 to k-1 are data, k to k+m-1 parity.
 
         Raises: ConfigError, if these are not k pieces of this code.
         """
@@ -138,7 +140,7 @@ def _eliminate(equations: list[list[int]], column: int) -> None:
 def multiply_add(weight: int, data: "Buffer", out: "Buffer") -> None:
     """Add ``weight`` times ``data`` to ``out``, in place: ``out ^= weight * data``.
 
-    Both have as many bytes, and ``out`` can be written to. Releases the interpreter lock.
+    Both have the same length, and ``out`` is writable. Releases the interpreter lock.
 
     Raises: ConfigError, for other buffers, or if neither ISA-L nor numpy is installed.
     """
@@ -166,17 +168,17 @@ def library() -> str:
 
 @cache
 def _arithmetic() -> "IsaL | Numpy":
-    """Return what multiplies and adds buffers of equal, positive length; the weight is not 0."""
+    """Return the function that multiplies and adds buffers of equal, positive length; the weight is not 0."""
     for path in isal_paths():
         try:
             return IsaL(path)
-        except (OSError, AttributeError, ConfigError):  # no file, another library, or wrong on this processor
+        except (OSError, AttributeError, ConfigError):  # no file, another library, or wrong results on this processor
             continue
     return Numpy()
 
 
 def isal_paths() -> "list[str | Path]":
-    """Return the places where ISA-L may be: in the wheel of pyeclib, which is not imported, then in the system."""
+    """Return the possible paths of ISA-L: in the wheel of pyeclib, which is not imported, then in the system."""
     import importlib.util
     from ctypes.util import find_library
     from pathlib import Path
@@ -206,8 +208,8 @@ class IsaL:
         self._tables: dict[int, Array[c_char]] = {}
         self._init_tables = self._library.ec_init_tables
         self._update = self._library.ec_encode_data_update
-        # The library has several programs, and the processor decides which one runs. A wrong one must not be noticed
-        # only by a restart.
+        # The library has several implementations, and the processor decides which one runs. A wrong one must be
+        # detected before a restart.
         data = bytes(range(256)) * 17 + bytes(range(201))
         for weight in (2, 0x8E):
             out = bytearray(len(data))
@@ -221,8 +223,8 @@ class IsaL:
 
         table = self._table(weight)
         if source.readonly:
-            # ctypes gives the address of read-only memory for bytes alone: so it is copied. ``copy`` keeps those bytes
-            # alive until the calls below are over; the address alone would not.
+            # ctypes gives the address of read-only memory only for bytes, so it is copied. ``copy`` keeps the bytes
+            # alive until the calls below are over.
             copy = cast(c_char_p(bytes(source)), c_void_p)
             source_address = copy.value or 0
         else:
@@ -245,7 +247,7 @@ class IsaL:
 
 
 class Numpy:
-    """The same bytes by numpy: XOR as fast, other weights at 0.6 to 1 GB/s."""
+    """The same with numpy: XOR is as fast, other weights run at 0.6 to 1 GB/s."""
 
     name = "numpy"
     BLOCK_BYTES = 1 << 16
@@ -277,6 +279,6 @@ class Numpy:
         for start in range(0, len(data), self.BLOCK_BYTES):
             block = out[start : start + self.BLOCK_BYTES]
             factors = data[start : start + len(block)]
-            # "clip": otherwise numpy writes to a buffer of its own first. No index is beyond 255.
+            # "clip": otherwise numpy writes to a temporary buffer first. No index exceeds 255.
             block_products = numpy.take(table, factors, out=products[: len(block)], mode="clip")
             numpy.bitwise_xor(block, block_products, out=block)

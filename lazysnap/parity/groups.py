@@ -1,4 +1,4 @@
-"""Groups of nodes that protect each other, and the pieces that their members hold. Pure: of what all nodes know.
+"""Groups of nodes that protect each other, and the pieces that their members hold. Pure: all nodes compute the same.
 
 A group of n nodes with m parities has n stripes. In stripe s the members at positions s, s+1, .. s+m-1 (modulo n) hold
 parity 0 to m-1; the others hold data. So each member holds m parity pieces and has data in n-m stripes: its part of a
@@ -13,7 +13,7 @@ from lazysnap.parity.codes import MAX_PIECES
 
 @dataclass(frozen=True)
 class Group:
-    """Nodes that protect each other. Positions are those in ``members``."""
+    """Nodes that protect each other. Positions are indices into ``members``."""
 
     members: tuple[int, ...]
     """Node numbers, ascending."""
@@ -57,8 +57,8 @@ def groups_of(nodes: int, size: int, parity: int) -> tuple[Group, ...]:
     """Return the groups of so many nodes.
 
     Groups have at most ``size`` members, and differ by at most one. They are larger than ``size`` only where there are
-    too few nodes for more groups of more than ``parity`` members. Neighbours by number are in different groups, since
-    they often share a rack.
+    too few nodes for more groups of more than ``parity`` members. Nodes with adjacent numbers are in different groups,
+    because they often share a rack.
 
     Raises: ConfigError, if there are not more nodes than ``parity``.
     """

@@ -1,8 +1,8 @@
 """The layout of a group's parts in its stripes, block by block. Pure.
 
-Each parity holder of a stripe has a file in memory: the parity, then checksums (xxh3-64, little-endian). First come
-the checksums of the blocks of each data piece, by column, then those of the parity's own blocks. So a rebuilt block is
-compared with what its owner had in memory, and damaged parity is noticed.
+Each parity holder of a stripe has a file in memory: the parity, then checksums (xxh3-64, little-endian). First come the
+checksums of the blocks of each data piece, by column, then those of the parity's own blocks. So a rebuilt block can be
+compared with the original, and damaged parity is detected.
 """
 
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def can_rebuild(group: Group, parts: Sequence[int], parities: Sequence[int]) -> 
     """True if every lost part can be rebuilt.
 
     ``parts``: positions whose part is present; ``parities``: positions whose parity is present. Neither implies the
-    other: a keeper that died lost its parity alone.
+    other: a keeper that died lost only its parity.
     """
     for stripe in range(len(group.members)):
         lost_parts = set(group.data(stripe)).difference(parts)

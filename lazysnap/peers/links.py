@@ -27,31 +27,31 @@ _draws = random.SystemRandom()
 """The global generators are the training's."""
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 10.0
-"""Seconds between two tries to connect: the pause doubles from the first to the second."""
+"""Seconds between two attempts to connect: the pause doubles from the first to the second value."""
 _decoder: "msgpack.Decoder[LinkMessage]" = msgpack.Decoder(LinkMessage)
 
 
 class _Link:
-    """One connection to another node, and what waits to be sent there."""
+    """One connection to another node, with its pending messages."""
 
     def __init__(self, stream: Stream, address: str, me: Hello) -> None:
-        """``me``: sent where nothing else is, as a sign of life."""
+        """``me``: sent as a heartbeat when nothing else is sent."""
         self.stream = stream
         self._me = me
         self.address = address
         self.failure: BaseException | None = None
-        """The error by which sending ended."""
+        """The error that ended sending."""
         self._waiting: dict[type, StateMessage] = {}
-        """The newest message of each kind that is not sent yet."""
+        """The newest unsent message of each kind."""
         self._changed = asyncio.Event()
 
     def put(self, message: StateMessage) -> None:
-        """Send it soon; it replaces one of the same kind that was not sent yet."""
+        """Queue a message; it replaces an unsent one of the same kind."""
         self._waiting[type(message)] = message
         self._changed.set()
 
     async def send_all(self, alive_s: float) -> None:
-        """Send what is put, until the connection ends, which this ends if it cannot send."""
+        """Send queued messages until the connection ends. Ends the connection if it cannot send."""
         try:
             while True:
                 await self._wait_for_message(alive_s)
@@ -74,8 +74,8 @@ class _Link:
 class Links:
     """The links of one node, for one start. On the loop's thread.
 
-    Of two connections of one node the later one stays: after a restart of the node the earlier one may look alive for a
-    while.
+    Of two connections of one node the later one is kept: after a restart of the node the earlier one may seem alive for
+    a while.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Links:
         """Begin without any link.
 
         Args:
-            secret: that of the start.
+            secret: the secret of the start.
             me: this node.
             num_nodes: nodes of the start.
-            handle: takes a new link, and the messages of other nodes. It must return at once. Nothing of an earlier
+            handle: receives new links and the messages of other nodes. It must return at once. Nothing of an earlier
                 connection of a node comes after a later one.
-            deadlines: bounds of each wait.
+            deadlines: limits of each wait.
         """
         self._secret = secret
         self._me = me
@@ -98,11 +98,11 @@ class Links:
         self._deadlines = deadlines
         self._links: dict[int, _Link] = {}
         self._down: set[int] = set()
-        """Nodes of which it was logged that they are not reached."""
+        """Nodes that were logged as unreachable."""
         self._is_closed = False
 
     def send(self, node: int, message: StateMessage) -> None:
-        """Send soon, if there is a link; else it is dropped: a new link requests the state. Never blocks."""
+        """Queue a message if there is a link, else drop it: a new link requests the state. Never blocks."""
         link = self._links.get(node)
         if link is not None:
             link.put(message)
@@ -114,7 +114,7 @@ class Links:
             link.stream.close()
 
     async def serve(self, stream: Stream, hello: Hello, address: str) -> None:
-        """Use the connection of a node that has proven itself and sent ``hello``, until it fails.
+        """Use the connection of an authenticated node that sent ``hello``, until it fails.
 
         Raises: Violation, if it belongs to another job, or connects to the wrong node; OSError; EOFError.
         """
@@ -138,7 +138,7 @@ class Links:
                 continue
             linked_at = time.monotonic()
             await self._use(node, stream, address)
-            # The other end may drop each link at once, because of what is sent there.
+            # The other end may drop each link at once, because of the messages.
             if time.monotonic() - linked_at > _LONGEST_PAUSE_S:
                 pause_s = 0.0
 
@@ -163,7 +163,7 @@ class Links:
 
     async def _use(self, node: int, stream: Stream, address: str) -> None:
         """Exchange messages with a node until the link fails."""
-        if self._is_closed:  # ``wait_for`` of Python 3.10 and 3.11 may lose the cancel, and return what arrived
+        if self._is_closed:  # ``wait_for`` of Python 3.10 and 3.11 may lose the cancellation, and return the result
             stream.close()
             return
         link = _Link(stream, address, self._me)
@@ -202,7 +202,7 @@ class Links:
             logger.info("links: node %d (%s) is back", node, address)
 
     def _become_down(self, node: int, address: str, error: BaseException) -> None:
-        """Log it once until it is up again."""
+        """Log an unreachable node, once until it is connected again."""
         if node not in self._down and not self._is_closed:
             self._down.add(node)
             logger.warning("links: node %d (%s) is not reached: %s; trying again", node, address, reason(error))

@@ -1,5 +1,5 @@
-"""Ports of keepers, and limits for connections that have not proven the secret: one interface, few at once, one log
-line per host.
+"""Ports of keepers, and limits for unauthenticated connections: one interface, few connections, one log line per
+host.
 """
 
 import contextlib
@@ -15,37 +15,37 @@ from lazysnap.peers.wire import Violation, reason
 logger = logging.getLogger(__name__)
 
 MAX_UNKNOWN = 64
-"""Connections that have not shown who they are yet; more are closed at once."""
+"""Maximum unauthenticated connections; more are closed at once."""
 MAX_READERS = 1024
-"""Readers that are served at a time; more are closed at once. One whose source hangs counts until that returns."""
+"""Maximum readers at a time; more are closed at once. A reader with a hanging source counts until that returns."""
 _MAX_NAMED = 256
-"""Hosts whose refusal is logged as a warning; a scanner must not fill the log."""
+"""Maximum hosts whose refusal is logged as a warning: a scanner must not fill the log."""
 _BACKLOG = 128
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """Seconds."""
+    """Deadlines in seconds."""
 
     connect_s: float = 10.0
-    """Seconds for each of these: connecting, the handshake, and at the connecting side the first message of a link."""
+    """Seconds for connecting, for the handshake, and, at the connecting side, for the first message of a link."""
     send_s: float = 10.0
-    """A peer that takes nothing for so long is dropped."""
+    """Seconds after which a peer that receives nothing is dropped."""
     alive_s: float = 5.0
-    """After so long without a message on a link a sign of life is sent."""
+    """Seconds without a message on a link after which a heartbeat is sent."""
     silence_s: float = 20.0
-    """A link on which nothing is received for so long is dropped."""
+    """Seconds after which a silent link is dropped."""
     idle_s: float = 300.0
-    """A reader that asks nothing for so long is dropped."""
+    """Seconds after which an idle reader is dropped."""
     port_warning_s: float = 30.0
-    """Seconds for which a new keeper waits silently for the port of the dead one."""
+    """Seconds that a new keeper waits for the port of the dead one without a message."""
 
 
 class ConnectionLimit:
     """Counts the connections of one port. On the loop's thread.
 
-    Invariant: at most ``MAX_UNKNOWN`` connections are open that have not proven the secret, and at most
-    ``MAX_READERS`` read. Each other node has one link, which no number of readers keeps out.
+    Invariant: at most ``MAX_UNKNOWN`` open connections are unauthenticated, and at most ``MAX_READERS`` read. Readers
+    cannot block the one link of each other node.
     """
 
     def __init__(self) -> None:
@@ -54,19 +54,19 @@ class ConnectionLimit:
         self._named_hosts: set[str] = set()
 
     def enter(self) -> bool:
-        """Count a new connection as unknown. Returns: False, if it must be closed because there are too many."""
+        """Count a new unauthenticated connection. Returns: False if it must be closed because there are too many."""
         if self._num_unknown >= MAX_UNKNOWN:
             return False
         self._num_unknown += 1
         return True
 
     def leave(self) -> None:
-        """Do not count a connection as unknown any more: it has proven the secret, or ended."""
+        """Stop counting a connection as unauthenticated: it is authenticated, or ended."""
         self._num_unknown -= 1
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Count a reader meanwhile. Raises: Violation, if there are too many."""
+        """Count a reader within the context. Raises: Violation, if there are too many."""
         if self._num_readers >= MAX_READERS:
             raise Violation("there are too many readers")
         self._num_readers += 1
@@ -102,10 +102,10 @@ def listener_at(host: str, port: int) -> socket.socket:
 
 
 class ReservedPort:
-    """A port of one address of this machine, bound and not listened at: one keeper after the other may listen there."""
+    """A reserved port of one address of this machine, at which one keeper after the other may listen."""
 
     def __init__(self, host: str) -> None:
-        """Raises: OSError, if there is none."""
+        """Raises: OSError, if no port is free."""
         if host in ("0.0.0.0", "::"):
             raise OSError("it means every interface, name the address of one")
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -122,5 +122,5 @@ class ReservedPort:
         return int(self._socket.getsockname()[1])
 
     def release(self) -> None:
-        """Let go of it. May be called again."""
+        """Release the port. Idempotent."""
         self._socket.close()

@@ -1,4 +1,4 @@
-"""Messages between the keepers of a start, besides ``Report`` and ``Order``, and their bounds.
+"""Messages between the keepers of a start, besides ``Report`` and ``Order``, and their limits.
 
 ::
 
@@ -12,8 +12,8 @@
     Read(subject, offset, length) ->
                            <-       Block(length, checksum, ...), then the bytes themselves; or a Refusal
 
-Each ``Read`` is complete in itself. After the first one a connection carries reads only. A reader asks again while it
-gets a ``Refusal`` that says ``is_not_yet``.
+Each ``Read`` is independent. After the first one a connection carries only reads. A reader retries after a ``Refusal``
+with ``is_not_yet``.
 """
 
 from typing import Annotated, Literal
@@ -40,7 +40,7 @@ class PeerRefused(KeeperError):
 
 
 class NotYet(LazySnapError):
-    """Bytes are not there yet. The reader is to ask again."""
+    """The bytes are not available yet. The reader must retry."""
 
 
 class Hello(Struct, frozen=True, tag="hello", forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class PartOf(Struct, frozen=True, tag="part", forbid_unknown_fields=True):
     start: StartId
     step: Size
     most_lost: Annotated[int, Meta(ge=1, lt=MAX_NODES)]
-    """Nodes that may be lost: what more of them hold is left out."""
+    """Number of nodes that may be lost. Tensors that more nodes hold are omitted."""
 
 
 class SlotOf(Struct, frozen=True, tag="slot", forbid_unknown_fields=True):

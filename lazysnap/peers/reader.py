@@ -58,15 +58,15 @@ class PeerReader:
         timeout_s: float = 10.0,
         patience_s: float = STALL_S,
     ) -> None:
-        """Remember whom to ask. Does not block.
+        """Set the keeper to read from. Does not block.
 
         Args:
-            secret: that of the start.
+            secret: the secret of the start.
             address: where the keeper listens.
-            beat: called again and again while bytes are not there yet. What it raises ends the call.
-            timeout_s: a keeper that is silent for so long counts as gone, at any time.
-            patience_s: bytes that are not there for so long are not waited for any more. By default as long as a
-                capture may stand still.
+            beat: called repeatedly while bytes are not available yet. Its errors end the call.
+            timeout_s: seconds after which a silent keeper counts as dead.
+            patience_s: seconds to wait for bytes that are not available yet. Default: as long as a capture may stand
+                still.
         """
         self._secret = secret
         self._address = address
@@ -76,7 +76,7 @@ class PeerReader:
         self._peer = f"{address[0]}:{address[1]}"
         self._connection: socket.socket | None = None
         self._facts: dict[Subject, tuple[int, int]] = {}
-        """Size and identity of what was read. All answers about one subject must agree on them."""
+        """Size and identity of each subject. All answers about one subject must agree on them."""
         self._lock = threading.Lock()
         """Held while the connection is replaced: ``interrupt`` comes from any thread."""
         self._is_interrupted = False
@@ -89,16 +89,16 @@ class PeerReader:
             raise self._unreachable(error) from error
 
     def size(self, subject: Subject, patience_s: float | None = None) -> int:
-        """Return the bytes of all that can be read of this. Blocks: until the keeper has it, at most ``patience_s``."""
+        """Return the number of readable bytes of a subject. Blocks: until the keeper has it, at most ``patience_s``."""
         return self._read(Read(subject, 0, 0), memoryview(b""), patience_s).size_bytes
 
     def read_into(self, subject: Subject, offset: int, out: memoryview) -> int:
         """Fill ``out`` with the bytes at ``offset``.
 
-        Blocks: until the bytes are there. With the last byte: until all captures are whole.
+        Blocks: until the bytes are available. For the last byte: until all captures are whole.
         Returns: xxh3_64 of the bytes, computed by the keeper and compared here.
         Raises: PeerRefused, also if the capture was overwritten while it was sent; FormatError, if bytes were damaged
-        on their way; ConfigError.
+        in transit; ConfigError.
         """
         out = out.cast("B")
         if not 1 <= len(out) <= MAX_READ_BYTES:
@@ -114,7 +114,7 @@ class PeerReader:
         return checksum
 
     def finish(self, subject: Subject) -> None:
-        """Check that all that was read of this is of captures that are whole now: only then it counts.
+        """Check that all bytes that were read are of captures that are whole now. Otherwise they are invalid.
 
         Blocks: until they are whole, which may take a training step or an evaluation.
         """
@@ -123,7 +123,7 @@ class PeerReader:
             self.read_into(subject, size_bytes - 1, memoryview(bytearray(1)))
 
     def interrupt(self) -> None:
-        """Let a call in progress fail at once, and every later one. From any thread."""
+        """Make a call in progress fail at once, and every later one. Thread-safe."""
         with self._lock:
             self._is_interrupted = True
             if self._connection is not None:
@@ -140,7 +140,7 @@ class PeerReader:
     # One read
 
     def _read(self, read: Read, out: memoryview, patience_s: float | None = None) -> Block:
-        """Return the answer to a read, and ask again while the keeper says that it is not there yet."""
+        """Return the answer to a read. Retries while the bytes are not available yet."""
         give_up_at = time.monotonic() + (self._patience_s if patience_s is None else patience_s)
         pause_s = _SHORTEST_PAUSE_S
         while True:
@@ -161,7 +161,7 @@ class PeerReader:
 
     def _exchange(self, read: Read, out: memoryview) -> Answer:
         """Send a read and receive its answer."""
-        # The other side closes a connection on which nothing was requested long, or that an earlier keeper had.
+        # The other side closes idle connections, and an earlier keeper's connection is closed, too.
         may_be_stale = self._connection is not None
         try:
             try:
@@ -184,7 +184,7 @@ class PeerReader:
                     raise Violation(f"the answer to a read of {len(out)} bytes is {answer}")
                 self._receive_into(connection, out)
             return answer
-        except BaseException:  # nobody knows which bytes would come next
+        except BaseException:  # the next bytes are undefined
             self.close()
             raise
 
@@ -220,7 +220,7 @@ class PeerReader:
         return connection
 
     def _authenticate(self, connection: socket.socket) -> None:
-        """Prove both ends to each other. Raises: Violation, if the other end cannot prove itself."""
+        """Authenticate both ends. Raises: Violation, if the other end cannot prove itself."""
         deadline = time.monotonic() + self._timeout_s
         steps = handshake(self._secret, is_server=False)
         outgoing, expected_bytes = next(steps)

@@ -1,4 +1,4 @@
-"""Reads that a keeper serves: the bytes of a source, with their checksum. Each reader has a thread beside the loop."""
+"""Serves reads of a keeper's memory: the bytes of a source, with their checksum. Each reader has its own thread."""
 
 import asyncio
 import contextlib
@@ -23,40 +23,42 @@ logger = logging.getLogger(__name__)
 
 _THREAD = "lazysnap-peer-reads"
 _PIECE_BYTES = 1 << 18
-"""A reader that takes no piece of so many bytes within the deadline is dropped."""
+"""Bytes that a reader must receive within the deadline, or it is dropped."""
 _NOTHING = memoryview(b"")
 _decoder: "msgpack.Decoder[Request]" = msgpack.Decoder(Request)
 
 
 @dataclass(frozen=True)
 class OpenedSource:
-    """Source that a keeper lets others read, once it was opened."""
+    """An open source that a keeper serves to others."""
 
     data: BlockSource
-    """The bytes. It never waits: where bytes are missing it raises NotYet."""
+    """The bytes. Never waits: raises NotYet if bytes are missing."""
     identity: int
-    """Number of the captures that are read. Another one: other captures of the same step."""
+    """Identifies the captures. Another number means other captures of the same step."""
     check: Callable[[], object]
-    """Checks that all that was viewed so far is of these captures. Raises: CaptureAborted."""
+    """Checks that all viewed bytes are of these captures. Raises: CaptureAborted."""
 
 
 class ServedSources(Protocol):
-    """Sources that a keeper lets others read. Thread-safe."""
+    """The sources that a keeper serves to others. Thread-safe."""
 
     def open(self, subject: Subject) -> OpenedSource:
-        """Return the source. Raises: NotYet; LazySnapError or OSError, if there is none: the reader gets the text."""
+        """Return the source. Raises: NotYet; LazySnapError or OSError, if there is none; the reader receives the
+        text.
+        """
         ...
 
     def forget(self, subject: Subject) -> None:
-        """Open this again the next time: reading it failed."""
+        """Open the source again next time, because reading it failed."""
         ...
 
 
 async def serve_reads(connection: socket.socket, sources: ServedSources, read: Read, deadlines: Deadlines) -> None:
-    """Answer this read, and those that follow, until the connection ends. Raises: one of ``wire.FAILURES``.
+    """Answer this read and the following ones, until the connection ends. Raises: one of ``wire.FAILURES``.
 
-    It is done on a daemon thread. The interpreter would join those of ``ThreadPoolExecutor`` at exit, and a source that
-    hangs would keep the process alive.
+    It runs on a daemon thread. The interpreter joins threads of ``ThreadPoolExecutor`` at exit, and a source that hangs
+    would keep the process alive.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
@@ -64,7 +66,7 @@ async def serve_reads(connection: socket.socket, sources: ServedSources, read: R
     thread = threading.Thread(target=_run, args=(work, loop, ended), name=_THREAD, daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # the machine has no thread left
+    except RuntimeError as error:  # no thread can be started
         raise ConnectionAbortedError(str(error)) from error
     await ended
 
@@ -74,11 +76,11 @@ def _run(work: Callable[[], None], loop: asyncio.AbstractEventLoop, ended: "asyn
     try:
         work()
     except FAILURES as error:
-        failure = error.with_traceback(None)  # its frames view a slot, which would be kept as long as they are
+        failure = error.with_traceback(None)  # its frames reference a slot, which would be kept alive
     except Exception as error:  # a reader must not end the keeper
         logger.exception("peers: a reader cannot be served")
         failure = ConnectionAbortedError(str(error))
-    with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for the result
         loop.call_soon_threadsafe(_fail, ended, failure)
 
 
@@ -134,6 +136,7 @@ def _read(source: OpenedSource, read: Read) -> tuple[Block | Refusal, memoryview
     if read.length:
         payload = data.view(read.offset, read.length)[: read.length]
     checksum = xxhash.xxh3_64_intdigest(payload)
-    # Behind the checksum: a capture that was overwritten meanwhile is not answered with the checksum of a mixture.
+    # After the checksum, so that a capture that was overwritten meanwhile is never sent with the checksum of mixed
+    # bytes.
     source.check()
     return Block(read.length, checksum, data.size_bytes, source.identity), payload

@@ -1,6 +1,6 @@
-"""The secret of a start, and the handshake by which two processes prove that they have it.
+"""The secret of a start, and the handshake with which two processes authenticate.
 
-All processes of one start share the secret, a text of hexadecimal digits. Whoever has it belongs to that start.
+All processes of one start share the secret, a text of hexadecimal digits. A process that has it belongs to that start.
 
 Both ends do the same at the same time::
 
@@ -8,7 +8,7 @@ Both ends do the same at the same time::
     proof (32 bytes)
 
 A proof is HMAC-SHA256 with the secret as its key, of the role of its sender (``client``: who connected; ``server``),
-letters and number, the client's nonce and the server's nonce. So it is of use for this connection and this role only.
+letters and number, the client's nonce and the server's nonce. So it is valid only for this connection and this role.
 What follows is neither encrypted nor signed: frames and blocks carry checksums against damage, not against an attacker
 in the network.
 """
@@ -27,16 +27,16 @@ _PROOF_BYTES = 32
 
 
 def draw_secret() -> str:
-    """Return a new secret: rank 0 draws it, and the process group hands it over."""
+    """Return a new secret. Rank 0 draws it, and the process group distributes it."""
     return secrets.token_hex(_SECRET_BYTES)
 
 
 Handshake = Generator[tuple[bytes, int], bytes, None]
-"""Yields the bytes to send and how many bytes to read then; these are sent into it. It ends when all is proven."""
+"""Yields the bytes to send and the number of bytes to read, which are sent into it. Ends after the authentication."""
 
 
 def handshake(secret: str, *, is_server: bool) -> Handshake:
-    """Prove this end to the other one, and have the other one prove itself.
+    """Authenticate both ends to each other.
 
     Raises: Violation, if the other end speaks another protocol or lacks the secret.
     """

@@ -1,8 +1,8 @@
 """A keeper's connections to the other nodes of its start: links between keepers, and reads of this node's memory.
 
-Both come to one port. The first message of a connection says what it is for: a ``Hello`` begins a link
-(``peers.links``), a ``Read`` begins reads. All runs on the keeper's asyncio loop, except reads: each reader is served
-on a thread of its own (``peers.reads``).
+Both use one port. The first message of a connection decides its purpose: a ``Hello`` begins a link (``peers.links``), a
+``Read`` begins reads. Everything runs on the keeper's asyncio loop, except reads: each reader has its own thread
+(``peers.reads``).
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from lazysnap.peers.wire import FAILURES, Violation, reason
 logger = logging.getLogger(__name__)
 
 _PORT_AGAIN_S = 0.1
-"""Seconds between two tries to have a port that is taken."""
+"""Seconds between two attempts to use a port that is taken."""
 _ACCEPT_AGAIN_S = 1.0
-"""Seconds until connections are accepted again where that failed: no descriptors are left, for example."""
+"""Seconds until connections are accepted again after a failure, such as a lack of descriptors."""
 _decoder: "msgpack.Decoder[Request]" = msgpack.Decoder(Request)
 
 
 class Peers:
-    """All connections of a keeper to other processes of the present start. All calls are made on the loop.
+    """All connections of a keeper to other processes of the current start. All calls are made on the loop.
 
     Example::
 
@@ -55,9 +55,10 @@ class Peers:
 
         Args:
             loop: the loop of the keeper.
-            handle: takes the messages of other nodes, new links, and that others are served. It must return at once.
-            sources: what other nodes may read.
-            deadlines: bounds of each wait.
+            handle: receives the messages of other nodes, new links, and the event that others are served. It must
+                return at once.
+            sources: the sources that other nodes may read.
+            deadlines: limits of each wait.
         """
         self._loop = loop
         self._handle = handle
@@ -69,14 +70,14 @@ class Peers:
         self._listener: socket.socket | None = None
         self._streams: set[Stream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        """Those that are cancelled when the start ends."""
+        """Tasks that are cancelled when the start ends."""
         self._conversations: set[asyncio.Task[None]] = set()
-        """Those that end with their streams."""
+        """Tasks that end with their streams."""
 
     def begin(self, settings: PeerSettings) -> None:
-        """Serve, and link to, the nodes of a start from now on. Connections of an earlier start end.
+        """Serve and connect to the nodes of a start from now on. Connections of an earlier start end.
 
-        Does nothing if these are the settings already. Never raises: what is not available is tried again, and logged.
+        Does nothing if the settings are the same. Never raises: failures are logged and retried.
         """
         if settings == self._settings:
             return
@@ -92,12 +93,12 @@ class Peers:
             self._spawn(self._links.keep_up(COORDINATOR_NODE, first.host, first.port), self._tasks)
 
     def send(self, node: int, message: StateMessage) -> None:
-        """Send soon, if there is a link; else it is dropped. A newer message replaces one that was not sent yet."""
+        """Queue a message if there is a link, else drop it. It replaces an unsent message."""
         if self._links is not None:
             self._links.send(node, message)
 
     def close(self) -> None:
-        """End all connections, and accept nothing more. What still uses one fails, and closes it then."""
+        """End all connections, and accept no more. Tasks that still use one fail, and close it."""
         self._end_start()
 
     # The start
@@ -125,7 +126,7 @@ class Peers:
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: "asyncio.Task[None]") -> None:
-        """An error that nobody expected ends the keeper: the handler of the loop's errors sees to that."""
+        """Let an unexpected error end the keeper, by the error handler of the loop."""
         if task.cancelled():
             return
         error = task.exception()
@@ -144,9 +145,9 @@ class Peers:
         self._handle(PlainEvent.PEERS_LISTENING)
 
     async def _listen(self, address: PeerAddress) -> socket.socket | None:
-        """Return the listener once the port is free; None, if there can be none.
+        """Return the listener once the port is free; None if that is impossible.
 
-        The keeper before this one may just be leaving the port. A failure that lasts is logged once.
+        The previous keeper may just be releasing the port. A lasting failure is logged once.
         """
         warn_at = self._loop.time() + self._deadlines.port_warning_s
         is_logged = False
@@ -164,13 +165,13 @@ class Peers:
             await asyncio.sleep(_PORT_AGAIN_S)
 
     def _accept(self) -> None:
-        """Accept the connection that waits. A callback: a task that is cancelled could lose a connection."""
+        """Accept a waiting connection. A callback, because a cancelled task could lose a connection."""
         if self._listener is None or self._settings is None:
             return
         try:
             connection, (host, port, *_) = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return  # nobody waits any more
+            return  # the client is gone
         except OSError as error:
             logger.warning("peers: a connection cannot be accepted: %s", error)
             self._loop.remove_reader(self._listener)
@@ -190,7 +191,7 @@ class Peers:
     async def _welcome(
         self, connection: socket.socket, remote: tuple[str, int], limit: ConnectionLimit, start: PeerSettings
     ) -> None:
-        """Serve a connection of a start until it ends. It is not cancelled: it ends when its stream is closed."""
+        """Serve a connection of a start until it ends. Not cancelled: it ends when its stream is closed."""
         host = remote[0]
         address = f"{host}:{remote[1]}"
         is_known = False
@@ -199,7 +200,7 @@ class Peers:
             stream = Stream(connection, self._deadlines)
             self._streams.add(stream)
             if start is not self._settings:
-                return  # it ended meanwhile
+                return  # it has ended
             await stream.authenticate(start.secret, is_server=True)
             is_known = True
             limit.leave()

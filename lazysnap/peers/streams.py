@@ -1,6 +1,6 @@
 """One connection of a keeper to another process of the start, on the keeper's asyncio loop.
 
-Nothing is received ahead of what is requested. So a connection can be lent to a thread between two messages.
+Nothing is received before it is requested, so a thread can use the connection between two messages.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ Result = TypeVar("Result")
 
 
 class Stream:
-    """A connection. Its coroutines raise one of ``wire.FAILURES``: then it is useless any more.
+    """A connection. Its coroutines raise one of ``wire.FAILURES``, after which it is unusable.
 
     At most one coroutine receives at a time, and at most one sends.
     """
 
     def __init__(self, connection: socket.socket, deadlines: Deadlines) -> None:
-        """Own a connection that is made. Raises: OSError, and it is closed."""
+        """Own a connected socket. Raises: OSError, after closing it."""
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._deadlines = deadlines
@@ -42,7 +42,7 @@ class Stream:
 
     @classmethod
     async def connect(cls, address: tuple[str, int], secret: str, deadlines: Deadlines) -> "Stream":
-        """Connect to a process of the start, and prove both ends to each other."""
+        """Connect to a process of the start, and authenticate both ends."""
         connection = await asyncio.wait_for(_connect(*address), deadlines.connect_s)
         stream = cls(connection, deadlines)
         try:
@@ -53,7 +53,7 @@ class Stream:
         return stream
 
     async def authenticate(self, secret: str, *, is_server: bool) -> None:
-        """Prove both ends to each other. Raises: Violation, if the other end cannot prove itself."""
+        """Authenticate both ends. Raises: Violation, if the other end cannot authenticate."""
         await asyncio.wait_for(self._prove(handshake(secret, is_server=is_server)), self._deadlines.connect_s)
 
     async def _prove(self, steps: Handshake) -> None:
@@ -95,13 +95,13 @@ class Stream:
             await self._loop.sock_sendall(self._connection, data)
 
     async def lend(self, work: "Callable[[socket.socket], Coroutine[Any, Any, Result]]") -> Result:
-        """Return what ``work`` returns. Only it uses the connection meanwhile, which ``close`` shuts down."""
+        """Return the result of ``work``, which uses the connection exclusively. ``close`` shuts the connection down."""
         with self._used():
             return await work(self._connection)
 
     @contextlib.contextmanager
     def _used(self) -> Iterator[None]:
-        """Nobody closes the descriptor while it is used: the loop, or a thread, would use that of another file."""
+        """The descriptor is not closed during use: the loop or a thread would then use another file."""
         if self._is_closed:
             raise EOFError
         self._num_users += 1
@@ -116,15 +116,15 @@ class Stream:
             self._connection.close()
 
     def close(self) -> None:
-        """End the connection at once; what was not sent yet is lost. May be called again."""
+        """End the connection at once; unsent messages are lost. Idempotent."""
         self._is_closed = True
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)  # whoever uses it fails now
+            self._connection.shutdown(socket.SHUT_RDWR)  # its users fail now
         self._close_unused()
 
 
 async def _connect(host: str, port: int) -> socket.socket:
-    """Return a connection. ``host`` is an address: a name would be looked up on a thread that is joined at exit."""
+    """Return a connection. ``host`` is an address: a name lookup would run on a thread that is joined at exit."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     connection = socket.socket(family, socket.SOCK_STREAM)
     connection.setblocking(False)

@@ -17,16 +17,16 @@ from msgspec import DecodeError, Struct, msgpack
 _HEAD = struct.Struct("!IQ")
 HEAD_BYTES = _HEAD.size
 PROTOCOL = b"lazysnap", 9
-"""Letters, and the version of all messages between keepers: raised with every change that the other end sees."""
+"""Letters, and the version of all messages between keepers, incremented with every visible change."""
 MAX_FRAME_BYTES = 4 << 20
-"""The bound of messages between a trainer and its keeper, too: each is the whole state of its sender."""
+"""Maximum bytes of a message, as between a trainer and its keeper: each is the whole state of its sender."""
 TIMEOUTS = (TimeoutError, asyncio.TimeoutError)
-"""Python 3.10 has two of them."""
+"""Python 3.10 has two timeout errors."""
 M = TypeVar("M")
 
 
 class Violation(Exception):
-    """The other end is no process of the job, or does not keep to the protocol."""
+    """The other end is no process of the job, or violates the protocol."""
 
 
 FAILURES = (OSError, EOFError, Violation, asyncio.TimeoutError)
@@ -70,7 +70,9 @@ def receive_message(connection: socket.socket, decoder: "msgpack.Decoder[M]", ti
 
 
 def receive_exactly(connection: socket.socket, size_bytes: int, deadline: float) -> bytearray:
-    """Return so many bytes. Blocks: until ``deadline``. Raises: OSError; EOFError, if the connection ended."""
+    """Return the given number of bytes. Blocks: until ``deadline``. Raises: OSError; EOFError, if the connection
+    ended.
+    """
     data = bytearray(size_bytes)
     num_received = 0
     while num_received < size_bytes:
@@ -83,12 +85,12 @@ def receive_exactly(connection: socket.socket, size_bytes: int, deadline: float)
 
 
 def left_s(deadline: float) -> float:
-    """Return the seconds until then, for ``settimeout``, to which 0 means something else."""
+    """Return the positive seconds until the deadline, for ``settimeout``, where 0 means non-blocking."""
     return max(deadline - time.monotonic(), 0.001)
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have small messages sent at once, and a node that is gone without a word noticed within a minute."""
+    """Send small messages at once, and detect a node that disappeared within a minute."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 20)
@@ -97,7 +99,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def reason(error: BaseException) -> str:
-    """Return why a connection failed, for a message."""
+    """Return the reason why a connection failed, for a message."""
     if isinstance(error, TIMEOUTS):
         return "it does not answer in time"
     if isinstance(error, EOFError):

@@ -22,7 +22,7 @@ MAY_DIFFER = {
     "levels[].max_bytes_per_s": "disks and networks of nodes may differ; a slow rank stores fewer of the same steps",
     "levels[].timeout_s": "as with max_bytes_per_s; it bounds what one rank waits for at its own place",
 }
-"""Settings that are not compared, and why. All others must be the same on all ranks."""
+"""Settings that are not compared, with the reason. All others must be the same on all ranks."""
 
 _SHARED = (
     ConfigError,
@@ -64,7 +64,7 @@ def check_alike(settings: Sequence[Settings]) -> None:
     """Check that the settings of all ranks are equal. Raises: ConfigError, naming what differs, and on which ranks."""
     expected = settings[0]
     for rank, settings_of_rank in enumerate(settings):
-        # The number of levels first: if it differs, that says enough.
+        # The number of levels first: if it differs, nothing else matters.
         for name in ("number of levels", *expected):
             value = settings_of_rank.get(name)
             if value != expected[name]:
@@ -100,7 +100,7 @@ def check_places(world: World, config: SnapshotConfig, job_id: str) -> None:
 
 
 def together(world: World, activity: str, work: Callable[[], object]) -> None:
-    """Do ``work`` on every rank; if it raises on a rank, all raise, naming that rank and its reason. Collective.
+    """Call ``work`` on every rank; if it raises on a rank, all raise, naming that rank and its reason. Collective.
 
     Blocks: until all ranks have done their work.
     Raises: as ``work`` does, of the kinds in ``_SHARED``; for any other error StateError, with that error as the cause

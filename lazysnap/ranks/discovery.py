@@ -1,4 +1,4 @@
-"""Discovery: the keepers of several nodes learn each other's addresses at the start, through the process group."""
+"""Distributes the addresses of the keepers of several nodes at the start, through the process group."""
 
 import contextlib
 import logging
@@ -26,10 +26,10 @@ _BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Discovery:
-    """The addresses of the other nodes' keepers, for this rank's keeper and for a restart that reads from them."""
+    """The addresses of the other nodes' keepers, for this rank's keeper and for a restart."""
 
     peers: PeerSettings | None = None
-    """Addresses and secret of the keepers; ``None``: there is one node, or keepers do not reach each other."""
+    """Addresses and secret of the keepers; ``None`` with one node, or if keepers do not reach each other."""
     redundancy: RedundancySettings | None = None
     """``None``: other nodes do not protect this one."""
     reads: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class Discovery:
 
     @property
     def group(self) -> tuple[int, int]:
-        """Nodes that protect this one and each other, and how many of them may be lost."""
+        """Number of nodes in the group of this one, and of those that may be lost."""
         if self.redundancy is None:
             return (1, 0)
         return (len(self.redundancy.members), self.redundancy.parity)
@@ -61,21 +61,21 @@ class _Endpoint:
     port: int
     """The port at which it serves the others; 0: none was free."""
     library: str
-    """The library that computes parity there; empty if there is none."""
+    """The library that computes parity there, if any."""
 
 
 def discover_keepers(
     world: World, client: KeeperClient, config: SnapshotConfig, job_id: str, *, alone: bool = False
 ) -> Discovery:
-    """Let the keepers of all nodes meet. Collective, with several nodes.
+    """Connect the keepers of all nodes. Collective with several nodes.
 
-    Trainers reserve the ports of their keepers, so nothing here depends on a keeper. A keeper that is silent now, or is
-    replaced later, joins as soon as it answers.
+    Trainers reserve the ports of their keepers, so no keeper has to answer. A keeper that is silent now, or is replaced
+    later, joins as soon as it answers.
 
     Blocks: until each node has a keeper, at most ``io_timeout_s``. Raises: WaitTimeout.
 
     Args:
-        alone: if there is one node only, let its keeper serve others too: it may hold parity of nodes that are lost.
+        alone: with one node, let its keeper serve others, too: it may hold parity of lost nodes.
     """
     nodes = list(dict.fromkeys(world.nodes))
     if len(nodes) == 1 and not alone:
@@ -142,7 +142,9 @@ def _answers_of_nodes(world: World, answers: Sequence[Any]) -> dict[str, Any]:
 
 
 def _begin_serving(world: World, client: KeeperClient, peers: PeerSettings, timeout_s: float) -> dict[str, str]:
-    """Let the keepers of all nodes serve each other; return why a keeper does not yet, by node. Collective. Blocks."""
+    """Let the keepers of all nodes serve each other; return the reasons of those that do not yet, by node. Collective.
+    Blocks.
+    """
     first = peers.addresses[0]
     if first.port:
         client.set_peers(peers)
@@ -159,7 +161,7 @@ def _begin_serving(world: World, client: KeeperClient, peers: PeerSettings, time
 def _redundancy(
     world: World, config: SnapshotConfig, endpoints: Sequence[_Endpoint], node: int
 ) -> RedundancySettings | None:
-    """Return how other nodes protect ``node``; ``None``: they do not. ``endpoints``: by the number of their node."""
+    """Return how other nodes protect ``node``; ``None`` if they do not. ``endpoints``: by the number of their node."""
     redundancy = redundancy_for(config, len(endpoints))
     if redundancy is None:
         return None
@@ -196,13 +198,13 @@ def _redundancy(
 
 
 def _silence(client: KeeperClient, timeout_s: float) -> str:
-    """Return why this node's keeper does not serve the others yet; empty if it does.
+    """Return the reason why this node's keeper does not serve the others yet; empty if it does.
 
     Blocks: at most ``timeout_s`` for the keeper, and again for its answer.
     """
     try:
         client.connect(timeout_s)
-    except LazySnapError as error:  # the other nodes wait for an answer; the next use of the keeper raises it again
+    except LazySnapError as error:  # the other nodes wait for an answer; the next use of the keeper raises again
         return str(error)
     if not client.wait(_is_serving, timeout_s):
         return f"it did not answer within {timeout_s:g} s"
@@ -222,13 +224,13 @@ def _library() -> str:
 
 
 def _report(node: str, endpoint: _Endpoint, silence: str, *, is_first: bool) -> None:
-    """Warn of a keeper that the others do not reach. ``silence``: why it does not serve them yet."""
+    """Warn about a keeper that the others do not reach. ``silence``: the reason why it does not serve them yet."""
     if not endpoint.port:
         consequence = "nothing is protected by other nodes"
         if is_first:
             consequence = "nothing new is complete at a level or protected"
         logger.warning(
-            "other nodes cannot reach the keeper of %s, so %s: no port can be had: %s; set MASTER_ADDR to an address "
+            "other nodes cannot reach the keeper of %s, so %s: no port is available: %s; set MASTER_ADDR to an address "
             "of the first node that all others reach",
             node,
             consequence,
@@ -237,7 +239,7 @@ def _report(node: str, endpoint: _Endpoint, silence: str, *, is_first: bool) -> 
     elif silence:
         logger.warning(
             "the keeper of %s does not answer yet, and until it does nothing new is complete at a level or protected; "
-            "training and captures into memory go on, and it joins by itself: %s",
+            "training and captures into memory continue, and it joins by itself: %s",
             node,
             silence,
         )

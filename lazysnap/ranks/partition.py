@@ -1,9 +1,9 @@
 """The part of the state that this rank captures: its own tensors, its shards, its share of replicated ones.
 
 The ranks of a node cut replicated state (DDP) by rows into shares of equal size, and together hold one copy of it
-(topology.share). Those that hold the same local shard of a DTensor cut that (HSDP, tensors that a mesh dimension
-replicates). The nodes cut the same state once more: at a level that all nodes see, each stores its share alone. Each
-rank computes its part once, without communication. A later boundary takes the same views of the live tensors.
+(topology.share). Ranks that hold the same local shard of a DTensor cut that shard (HSDP, tensors that a mesh dimension
+replicates). The nodes cut the same state once more: at a shared level each stores only its share. Each rank computes
+its part once, without communication. A later boundary takes the same views of the live tensors.
 """
 
 import json
@@ -21,7 +21,7 @@ from lazysnap.state.walk import Walk
 from lazysnap.topology import Rows, share
 
 STORERS = 8
-"""Replicated state is spread over at most this many nodes: a restart opens that many files, also of 1,000 nodes."""
+"""Maximum nodes over which replicated state is spread: a restart opens that many files, also of 1,000 nodes."""
 Common = tuple[list[int], str, int, str]
 """Facts about tensors that the same ranks hold: the ranks of this node, a digest of all ranks, their number, and a
 digest of the tensors' names, shapes and dtypes."""
@@ -29,7 +29,7 @@ digest of the tensors' names, shapes and dtypes."""
 
 @dataclass(frozen=True)
 class _TensorPart:
-    """One captured tensor: number ``index`` of the walk, all of its local rows or some."""
+    """One captured tensor: tensor ``index`` of the walk, with all or some of its local rows."""
 
     index: int
     rows: tuple[int, int] | None = None
@@ -64,7 +64,7 @@ class _SharedTensor:
         if offsets:
             offsets[0] += first_row
         facts = {"scope": self.scope, "global_shape": list(self.global_shape), "offsets": offsets}
-        # The order of the whole tensor: its rows alone do not show it.
+        # The order of the whole tensor, which its rows do not show.
         order = order_of(self.local.shape, self.local.stride())
         if order is not None:
             facts["order"] = list(order)
@@ -72,18 +72,18 @@ class _SharedTensor:
 
 
 class Partition:
-    """The parts of one walk; valid as long as the names and kinds of its tensors stay."""
+    """The partition of one walk; valid as long as the names and kinds of its tensors stay the same."""
 
     def __init__(self, walk: Walk, replicated: Collection[Key], rank: int, nodes: Sequence[str]) -> None:
-        """``replicated``: memory that holds the same on every rank; ``nodes``: of every rank. Raises: StateError."""
+        """``replicated``: memory that is equal on every rank; ``nodes``: the node of every rank. Raises: StateError."""
         self._structure = walk.names
         self.facts: dict[str, dict[str, Any]] = {}
         """``scope``, ``global_shape``, ``offsets`` and ``order`` by name, like in the manifest; absent for rank-scoped
         tensors."""
         self.shared_rows: dict[str, tuple[int, int]] = {}
-        """The captured rows that this node stores at levels that all nodes see, by name; absent: all."""
+        """The captured rows that this node stores at shared levels, by name; absent: all."""
         self.nodes: dict[str, int] = {}
-        """The number of nodes that hold the captured rows, by name, where it is more than one."""
+        """The number of nodes that hold the captured rows, by name, if more than one."""
         self.common: list[Common] = []
         """Facts that must be equal on all ranks that hold the same tensors."""
         self.aliases: dict[str, str] = {}
@@ -109,7 +109,7 @@ class Partition:
     def _divide(
         self, walk: Walk, replicated: Collection[Key], rank: int, num_ranks: int
     ) -> tuple[list[_TensorPart], dict[tuple[int, ...], list[_SharedTensor]]]:
-        """Return the tensors that this rank holds alone, and shared tensors by the ranks that hold them."""
+        """Return the tensors that only this rank holds, and shared tensors by the ranks that hold them."""
         all_ranks = tuple(range(num_ranks))
         rank_tensors: list[_TensorPart] = []
         shared: dict[tuple[int, ...], list[_SharedTensor]] = {}
@@ -136,7 +136,9 @@ class Partition:
     def _cut(
         self, walk: Walk, tensors: Sequence[_SharedTensor], holders: Sequence[int], rank: int, nodes: Sequence[str]
     ) -> list[_TensorPart]:
-        """Return this rank's rows of ``tensors``, which the ranks ``holders`` hold. ``nodes``: of every rank."""
+        """Return this rank's rows of ``tensors``, which the ranks ``holders`` hold. ``nodes``: the node of every
+        rank.
+        """
         holders_by_node: dict[str, list[int]] = {}
         for holder in holders:
             holders_by_node.setdefault(nodes[holder], []).append(holder)
@@ -164,7 +166,7 @@ class Partition:
     def _rows_to_store(
         self, sizes: Sequence[tuple[int, int]], node: str, holders_by_node: Mapping[str, Sequence[int]]
     ) -> dict[int, Rows]:
-        """Return the rows that ``node`` stores at levels that all nodes see, by number of the tensor in ``sizes``."""
+        """Return the rows that ``node`` stores at shared levels, by index of the tensor in ``sizes``."""
         storing_nodes = list(holders_by_node)[:STORERS]
         for storing_node in storing_nodes:
             self._storers.update(holders_by_node[storing_node])
@@ -174,7 +176,7 @@ class Partition:
 
     @property
     def replicas(self) -> list[int]:
-        """The ranks of the nodes that store what this node does not."""
+        """The ranks of the nodes that store the other rows."""
         if not self.shared_rows:
             return []
         return sorted(self._storers)
@@ -185,7 +187,7 @@ class Partition:
         self.nodes.clear()
 
     def holds_for(self, walk: Walk) -> bool:
-        """True if ``walk`` has the structure that this was made for; tensors are compared by the plan."""
+        """True if ``walk`` has the structure of this partition; the plan compares tensors."""
         if walk.names is not self._structure and walk.names != self._structure:
             return False
         for index, primary in self._tied.items():
@@ -195,7 +197,9 @@ class Partition:
         return True
 
     def apply(self, walk: Walk) -> Walk:
-        """Return the same state with the tensors that this rank captures; its text still names all of them. Hot."""
+        """Return the same state with only the tensors that this rank captures; its text still names all of them.
+        Hot.
+        """
         tensors = []
         for part in self._parts:
             tensor = local_of(walk.tensors[part.index])

@@ -36,7 +36,7 @@ def node_name() -> str:
             boot = file.read().strip()
     except OSError:
         boot = ""
-    # Abstract sockets belong to a network namespace: that is what decides who reaches whose keeper.
+    # The network namespace decides which keepers are reachable.
     try:
         space = os.readlink("/proc/self/ns/net")
     except OSError:
@@ -50,7 +50,7 @@ class World:
     def __init__(self, timeout_s: float = 60.0, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         """``optimizers``: of the training of this rank.
 
-        Collective if there are several ranks: all of them make it at the same point. Blocks.
+        Collective with several ranks: all of them make it at the same point. Blocks.
         Raises: WaitTimeout, if one of them is missing.
         """
         self._timeout = datetime.timedelta(seconds=timeout_s)
@@ -66,7 +66,7 @@ class World:
         self.nodes: list[str] = []
         """The node of each rank."""
         self.runs_ahead = False
-        """True if some rank trains parameters on a device, whose host runs ahead of it."""
+        """True if some rank trains parameters on a device, which its host runs ahead of."""
         for node, trains_on_device in self.exchange("making the engine", [node_name(), _trains_on_device(optimizers)]):
             self.nodes.append(node)
             self.runs_ahead = self.runs_ahead or trains_on_device
@@ -92,7 +92,7 @@ class World:
 
     @property
     def is_alone(self) -> bool:
-        """True if there is one rank only."""
+        """Return True with one rank."""
         return self.size == 1
 
     def exchange(self, activity: str, value: Any) -> list[Any]:
@@ -117,7 +117,7 @@ class World:
         return sizes
 
     def _out_of_order(self, activity: str) -> WaitTimeout:
-        """Return an error that names the activities of the other ranks. All ranks call this at the same time."""
+        """Return an error with the activities of the other ranks. All ranks call this at the same time."""
         text = _encode(activity)
         lengths = self._all_gather(activity, [len(text)])
         activities = self._gather(activity, text, [int(length) for length in lengths])
@@ -130,12 +130,12 @@ class World:
     def _gather(self, activity: str, text: bytes, sizes: Sequence[int]) -> list[Any]:
         """Return every rank's value; ``text`` is that of this rank, as JSON. Raises: WaitTimeout.
 
-        Each rank receives as many bytes as all texts have: ``all_gather`` would pad each to the longest.
+        Each rank receives the bytes of all texts, while ``all_gather`` would pad each to the longest.
         """
         received = bytearray(sum(sizes))
         start = sum(sizes[: self.rank])
         received[start : start + len(text)] = text
-        # The tensor is a view of these bytes: no numpy is needed to get at them. Other ranks have zeros in this place.
+        # The tensor is a view of these bytes, so numpy is not needed. Other ranks have zeros in this place.
         joined = torch.frombuffer(received, dtype=torch.uint8)
         try:
             dist.all_reduce(joined, group=self._group)
@@ -161,8 +161,8 @@ class World:
     def exchange_after(self, activity: str, work: Callable[[], Any]) -> list[Any]:
         """Return every rank's result of ``work`` (plain JSON) when all are done. Collective. Blocks.
 
-        A rank may read from memory in a moment, while another rank reads from a distant storage. Working ranks exchange
-        heartbeats, so the deadline is for a rank that is dead or silent. Raises: as ``exchange``, after its own work.
+        One rank may read quickly from memory, while another reads from a distant storage. Working ranks exchange
+        heartbeats, so the deadline only applies to a dead or silent rank. Raises: as ``exchange``, after its own work.
         """
         if self._group is None:
             return [work()]
@@ -175,10 +175,10 @@ class World:
         def exchange_heartbeats() -> None:
             try:
                 sizes = [0]
-                while not all(sizes):  # 0: that rank still works
+                while not all(sizes):  # 0: that rank is still working
                     work_ended.wait(min(_HEARTBEAT_S, self._timeout.total_seconds() / 4))
                     if work_ended.is_set() and not results:
-                        return  # interrupted: the others will miss this rank
+                        return  # interrupted: the other ranks will time out
                     size_bytes = 0
                     if results:
                         size_bytes = len(results[0])
@@ -201,13 +201,12 @@ class World:
     def agree_partition(self, walked: Walk, replicated: Collection[Key]) -> Partition:
         """Return the part of the state that this rank captures. Collective at its first call, later ones are not.
 
-        If ranks of a node differ in tensors that they should share, each captures its own whole. If ranks of several
-        nodes differ, each node stores its own whole. Later calls may have fewer tensors that are shared, not others:
-        those that agreed at the first call still do.
-        Raises: WaitTimeout, and at once from then on: no snapshots without a common plan.
+        If ranks of a node differ in tensors that they should share, each captures all of them. If ranks of several
+        nodes differ, each node stores all of them. Later calls may have fewer shared tensors, but no new ones.
+        Raises: WaitTimeout, and then at once in every later call: there are no snapshots without a common plan.
         """
         if self._lost is not None:
-            raise self._lost  # ranks exchange this once: those that were missing will not answer later either
+            raise self._lost  # ranks exchange this once, so missing ranks will not answer later
         partition = Partition(walked, replicated, self.rank, self.nodes)
         if self._shares is None:
             try:
@@ -220,7 +219,7 @@ class World:
         if not in_node:
             each_rank_alone = list(map(str, range(self.size)))
             partition = Partition(walked, (), self.rank, each_rank_alone)
-            partition.nodes.clear()  # these are ranks: how many nodes hold it is not known
+            partition.nodes.clear()  # these are ranks: the number of nodes is not known
         if not among_nodes:
             partition.keep_all()
         return partition
@@ -237,7 +236,7 @@ class World:
         return True
 
     def close(self) -> None:
-        """Let the group go. Does not block."""
+        """Release the group. Does not block."""
         group = self._group
         self._group = None
         if group is not None and dist.is_initialized():
@@ -249,7 +248,7 @@ def _encode(value: Any) -> bytes:
 
 
 def _topic_of(activity: str) -> int:
-    """Return a number, below 2**31, by which ranks notice that they are at different activities."""
+    """Return a number below 2**31 that differs between activities."""
     return xxhash.xxh32_intdigest(activity.encode()) >> 1
 
 

@@ -1,1 +1,1 @@
-"""A restart: what memory and levels hold is surveyed, one snapshot is chosen, its shards are opened and read."""
+"""A restart: survey memory and levels, choose one snapshot, open its shards and read them."""

@@ -1,4 +1,4 @@
-"""The run that a start at a place would resume, looked up before there is an engine. Nothing is read or verified."""
+"""Finds the run that a start at a place would resume, without an engine. No shard is read or verified."""
 
 import logging
 import os
@@ -16,15 +16,15 @@ logger = logging.getLogger("lazysnap.engine")
 def run_id(place: "str | os.PathLike[str] | SnapshotConfig") -> str | None:
     """Return the id of the newest run of the job at ``place``: the run that a start with ``"latest"`` resumes.
 
-    It is the same after every restart of the run. A new training, a rollback and the choice of an older snapshot begin
-    a new run, with an id of its own. Before the first snapshot there is no id: a logger that is made before the
-    training takes ``callback.run_id``, one that is made later ``engine.run_id`` (docs/loggers.md)::
+    It is the same after every restart of the run. A new training, a rollback and the restore of an older snapshot begin
+    a new run with a new id. Before the first snapshot there is no id: for a logger that is made before the training use
+    ``callback.run_id``, for a later one ``engine.run_id`` (docs/loggers.md)::
 
         print(lazysnap.run_id("runs/a"))  # 1a220fa0c0ffee11
 
     Blocks: asks the keeper of this node, if one runs, and lists the levels, each at most ``timeout_s`` without
     progress. A level that does not answer is skipped, with a warning. Not collective: with several nodes, call it on
-    the first.
+    the first one.
 
     Args:
         place: the path or URL of the first level, or the ``SnapshotConfig`` of the training.

@@ -1,4 +1,4 @@
-"""A level as a restart reads it. Work that hangs is given up after the level's deadline."""
+"""A level as a source of a restart. Work that hangs is abandoned after the level's deadline."""
 
 import logging
 import threading
@@ -26,7 +26,7 @@ _Result = TypeVar("_Result")
 
 
 class Level:
-    """See ``restore.sources.Source``. All work at the level runs in daemon threads, opening it included.
+    """See ``restore.sources.Source``. All work at the level runs in daemon threads, including its opening.
 
     Not thread-safe.
     """
@@ -69,8 +69,9 @@ class Level:
         return self._begin("listing", names)
 
     def begin_newest_id(self) -> Watchdog[str]:
-        """Start to find the greatest id of a run or start in the names of its directories; "" without any. Does not
-        block."""
+        """Start to find the greatest id of a run or start in the names of directories; "" if there is none. Does not
+        block.
+        """
 
         def newest_id(storage: Storage) -> str:
             newest = ""
@@ -97,7 +98,7 @@ class Level:
         return Watchdog(watched, f"{action} {self.url}", self._level.timeout_s)
 
     def watch(self, action: str, work: Callable[[Beat], _Result]) -> _Result:
-        """Do some work at the level. Blocks. Raises: LevelHangs, if it makes no progress; whatever it raises."""
+        """Call ``work`` at the level. Blocks. Raises: LevelHangs, if it makes no progress; as ``work``."""
         return Watchdog(work, action, self._level.timeout_s).result()
 
     def open(self, entry: Entry, where: str) -> OpenShard:
@@ -106,7 +107,7 @@ class Level:
         def opened(beat: Beat) -> OpenShard:
             shard = self._open_shard(entry, beat)
             try:
-                beat()  # raises if the caller no longer waits: it would not close the shard
+                beat()  # raises if the caller no longer waits, because nothing would close the shard
             except BaseException:
                 shard.blocks.close()
                 raise
@@ -115,7 +116,7 @@ class Level:
         return self.watch(f"opening {where}", opened)
 
     def _open_shard(self, entry: Entry, beat: Beat) -> OpenShard:
-        storage = self._open()  # not watched: another job reads the blocks, after the one that opens them
+        storage = self._open()  # without a watchdog: another job reads the blocks later
         place = FilePlace.of(storage, entry)
         manifest = self._manifests.get(place.manifest_path)
         if manifest is None:  # one file may hold the shards of many ranks
@@ -145,7 +146,7 @@ def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], Non
         try:
             directories = answer.result().directories
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            note(f"{level.url} is left out: {error}")
+            note(f"{level.url} is skipped: {error}")
             continue
         for directory in directories:
             if directory.is_whole:

@@ -1,4 +1,4 @@
-"""The shards that can be computed from what other nodes hold: lost ones, and ones that may be damaged. Pure."""
+"""Finds the shards that can be computed from other nodes: lost ones, and ones that may be damaged. Pure."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -10,12 +10,12 @@ from lazysnap.parity.pieces import Pieces, can_rebuild
 from lazysnap.resolver import PARITY, Entry, SnapshotKey
 
 _DISTANCE = 1
-"""See ``Entry``: parity is behind memory, and before the levels."""
+"""See ``Entry``: parity comes after memory and before the levels."""
 
 
 @dataclass(frozen=True)
 class LostPart:
-    """The part of a node that is gone, or whose memory is, or may turn out to be damaged (``keeper.node_part``)."""
+    """The part of a node (``keeper.node_part``) that is lost, or whose memory is lost or may be damaged."""
 
     start: str
     step: int
@@ -35,8 +35,8 @@ def lost_parts(
 ) -> tuple[list[LostPart], list[Entry], list[str]]:
     """Return the parts that can be computed, lost or not, an entry for each of their shards, and problems.
 
-    The ``location`` of an entry is the number of its part. A problem says why a lost part cannot be computed.
-    The same on all ranks.
+    The ``location`` of an entry is the number of its part. A problem is the reason why a lost part cannot be computed.
+    The result is the same on all ranks.
 
     Args:
         entries: the captures in memory.
@@ -84,7 +84,7 @@ def _nodes_of_captures(entries: Iterable[Entry]) -> dict[tuple[str, int, int], s
 
 
 def _groups_of(parities: Sequence[tuple[str, HeldParity]]) -> list[list[tuple[str, HeldParity]]]:
-    """Return parity of the same members and the same snapshot together."""
+    """Group parity by members and snapshot."""
     groups: dict[tuple[object, ...], list[tuple[str, HeldParity]]] = defaultdict(list)
     for node, parity in parities:
         members = tuple((*member.ranks, member.size_bytes) for member in parity.members)
@@ -104,7 +104,9 @@ def _present_parts(parity: HeldParity, nodes: dict[tuple[str, int, int], set[str
 
 
 def most_protected(parities: Sequence[tuple[str, HeldParity]]) -> SnapshotKey | None:
-    """Return the snapshot of which most nodes hold parity; of several the newest. ``parities``: see ``lost_parts``."""
+    """Return the snapshot of which most nodes hold parity, the newest if there are several. ``parities``: see
+    ``lost_parts``.
+    """
     holders: dict[SnapshotKey, set[str]] = defaultdict(set)
     for node, parity in parities:
         holders[SnapshotKey(parity.run_id, parity.step, parity.start, parity.world_size)].add(node)

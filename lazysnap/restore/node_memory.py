@@ -16,7 +16,7 @@ from lazysnap.topology import Place
 
 
 class NodeMemory:
-    """The keeper of this node, as one restart reads it: asked once for each local rank. Not thread-safe.
+    """The keeper of this node as a source of one restart, asked once for each local rank. Not thread-safe.
 
     See ``restore.sources.Source``.
     """
@@ -29,14 +29,14 @@ class NodeMemory:
         timeout_s: float,
         note: Callable[[str], None],
     ) -> None:
-        """Prepare to ask; nothing is asked yet.
+        """Prepare the questions, without asking.
 
         Args:
             client: the connection of this rank's trainer; ``None`` if memory is not searched.
             identity: names the keeper.
             place: the place of this rank.
             timeout_s: deadline of each question.
-            note: receives what is skipped, in words.
+            note: receives a text for everything that is skipped.
         """
         self.node = place.node
         self._client = client
@@ -47,11 +47,11 @@ class NodeMemory:
         self._inventories: dict[int, MemoryInventory] = {}
         self._neighbours: list[NeighbourMemory] = []
         self._unreachable = ""
-        """Why this rank's memory is out of reach."""
+        """The reason why this rank's memory is unavailable."""
 
     @property
     def of_this_rank(self) -> MemoryInventory | None:
-        """The keeper's captures of this rank, as far as it was asked."""
+        """The keeper's captures of this rank, once it was asked."""
         return self._inventories.get(self._place.local_rank)
 
     def inventories(self) -> list[Inventory]:
@@ -63,7 +63,7 @@ class NodeMemory:
         client = self._client
         if client is None:
             return []
-        if not self._unreachable:  # asked once: it would be waited for at every listing
+        if not self._unreachable:  # asked once, to wait only at one listing
             self._ask(client)
         if self._unreachable:
             self._note(self._unreachable)
@@ -110,25 +110,24 @@ class NodeMemory:
         capture, image_bytes = self._capture(entry, where)
         image = capture.slot.read(0, image_bytes)
         meta = CaptureMeta.from_bytes(capture.slot.read_meta(), where)
-        # Without checksums nothing can be compared: the keeper has not computed them yet.
+        # Without checksums nothing can be verified: the keeper has not computed them yet.
         checksums = capture.checksums
         if checksums is not None and checksums.size_bytes != len(image):
             raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
         blocks = MemoryBlocks(image, checksums, where)
-        blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, whatever the header looks like
+        blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, even if the header seems valid
         return OpenShard(meta, Layout.parse(image, len(image), where), blocks)
 
     def _capture(self, entry: Entry, where: str) -> tuple[MemoryEntry, int]:
-        """Return the capture that was listed, and the bytes of its image.
-
-        Raises: FormatError, if its slot holds another one by now.
+        """Return the listed capture, and the bytes of its image. Raises: FormatError, if its slot has another one
+        now.
         """
         number, sequence = entry.location
         for capture in self._inventory(number).entries:
             view = capture.slot.view()
             if capture.sequence == sequence == view.sequence and view.is_whole:
                 return capture, view.image_bytes
-        raise FormatError(f"{where}: it is not there any more")
+        raise FormatError(f"{where}: it no longer exists")
 
     def _inventory(self, number: int) -> MemoryInventory:
         if number not in self._inventories:
@@ -143,7 +142,7 @@ class NodeMemory:
         return self._inventories[number]
 
     def close(self) -> None:
-        """Unmap the memory now, not when garbage is collected."""
+        """Unmap the memory now, not at the next garbage collection."""
         self._inventories.clear()
         for neighbour in self._neighbours:
             neighbour.close()

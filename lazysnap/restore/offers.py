@@ -1,8 +1,8 @@
-"""The shards that each rank has, packed into few bytes for the other ranks at a restart. Pure.
+"""Packs the shards that each rank has into few bytes for the other ranks at a restart. Pure.
 
-Every rank receives what all ranks send. With thousands of ranks, a hundred bytes of each are a megabyte at each of
-them. So keys of snapshots and ranges of ranks are sent, and nothing that the receiver knows already: the node of the
-sender, names of directories, URLs.
+Every rank receives what all ranks send. With thousands of ranks, a hundred bytes of each rank are hundreds of kilobytes
+at every rank. So only keys of snapshots and ranges of ranks are sent, without data that the receiver already has: the
+node of the sender, names of directories, URLs.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ from lazysnap.shard.names import NodeName
 
 
 def ranges_of(numbers: Iterable[int]) -> list[int]:
-    """Return first and last number of each range of consecutive ones, in one list."""
+    """Return the first and last number of each range of consecutive numbers, in one list."""
     ranges: list[int] = []
     for number in sorted(set(numbers)):
         if ranges and number == ranges[-1] + 1:
@@ -47,7 +47,7 @@ def pack_memory(inventories: Iterable[Inventory]) -> list[Any]:
 
 
 def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
-    """Return what ``pack_memory`` packed on a rank of a node."""
+    """Unpack the result of ``pack_memory`` of a rank."""
     entries = []
     for run_id, start, world_size, rank, local_rank, steps in packed:
         for step, sequence, is_repeatable in steps:
@@ -60,7 +60,7 @@ def unpack_memory(packed: Iterable[list[Any]], node: str) -> Inventory:
 
 
 def pack_parity(parities: Iterable[HeldParity]) -> list[Any]:
-    """Return the parity that one node holds: of several steps of one group the group once."""
+    """Pack the parity that one node holds, with each group only once."""
     groups: dict[tuple[Any, ...], list[Any]] = defaultdict(list)
     for parity in parities:
         ranks = []
@@ -74,7 +74,7 @@ def pack_parity(parities: Iterable[HeldParity]) -> list[Any]:
 
 
 def unpack_parity(packed: Iterable[list[Any]]) -> list[HeldParity]:
-    """Return what ``pack_parity`` packed."""
+    """Unpack the result of ``pack_parity``."""
     parities = []
     for run_id, start, world_size, ranges_of_members, facts, steps in packed:
         for step, sizes in steps:
@@ -89,17 +89,17 @@ def unpack_parity(packed: Iterable[list[Any]]) -> list[HeldParity]:
 
 
 def pack_files(inventory: Inventory, directories: Sequence[Directory]) -> list[Any]:
-    """Return the shards that one rank found when it read its share of the manifests at a level.
+    """Pack the shards that one rank found in its share of the manifests at a level.
 
     Args:
-        inventory: what it found.
-        directories: those that all ranks together read.
+        inventory: the result of the rank.
+        directories: the directories that all ranks read together.
     """
     numbers = {directory.snapshot: number for number, directory in enumerate(directories)}
     ranks: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for entry in inventory.entries:
         ranks[numbers[entry.snapshot], entry.file, entry.world_size].append(entry.rank)
-    # Mostly, the file of a node holds the same ranks in all directories.
+    # Usually the file of a node holds the same ranks in all directories.
     alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for (number, file, world_size), of_file in ranks.items():
         name = NodeName.parse(file)
@@ -112,14 +112,14 @@ def pack_files(inventory: Inventory, directories: Sequence[Directory]) -> list[A
 def unpack_files(
     packed: list[Any], directories: Sequence[Directory], url: str, distance: int, label: str | None
 ) -> Inventory:
-    """Return what ``pack_files`` packed.
+    """Unpack the result of ``pack_files``.
 
     Args:
-        packed: what one rank found.
+        packed: the result of one rank.
         directories: as for ``pack_files``.
         url: the level.
         distance: see ``Entry``.
-        label: the place that only some ranks see; ``None``: all do.
+        label: the place, if only some ranks see it.
     """
     files, problems = packed
     entries = []

@@ -1,4 +1,4 @@
-"""Shards of lost nodes, computed from what is left of their groups."""
+"""Shards of lost nodes, computed from the rest of their groups."""
 
 import contextlib
 import logging
@@ -54,7 +54,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class _Piece:
-    """One piece of a stripe that is left."""
+    """One available piece of a stripe."""
 
     number: int
     file: PeerFile
@@ -62,10 +62,10 @@ class _Piece:
 
 
 class ParityBlocks(Blocks):
-    """The part of a lost node, computed from what is left of its group. See ``levels.blocks.Blocks``.
+    """The part of a lost node, computed from the rest of its group. See ``levels.blocks.Blocks``.
 
-    Each block is compared with the checksum that its owner gave when parity was made of it. A piece that cannot be
-    read, or whose bytes have changed since, is not used any more, as long as enough others are left.
+    Each block is compared with the checksum of its owner from the time of the parity. A piece that cannot be read, or
+    whose bytes have changed, is no longer used if enough others are available.
     """
 
     threads = 4
@@ -82,15 +82,15 @@ class ParityBlocks(Blocks):
         self.block_bytes = lost.pieces.block_bytes
         self._code = Code(lost.pieces.group.pieces, lost.pieces.group.parity)
         self._bad: dict[PeerFile, str] = {}
-        """Pieces that are not used any more, and why."""
+        """Excluded pieces, with the reason."""
         self._tables: dict[PeerFile, memoryview] = {}
-        """The checksums that each holder of parity has, read at the first use."""
+        """The checksums of each holder of parity, read at the first use."""
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def block(self, index: int, buffers: Buffers) -> Iterator[memoryview]:
         """See ``Blocks``."""
-        # A part ends in the middle of a piece; after it are zeros.
+        # A part ends within a piece; zeros follow.
         stripe, block = self._lost.pieces.locate(self._lost.position, index)
         length = self._lost.pieces.span(self._lost.position, stripe, block)[1]
         with buffers.buffer(self.block_bytes) as out, buffers.buffer(self.block_bytes) as spare:
@@ -112,7 +112,7 @@ class ParityBlocks(Blocks):
                 got = xxhash.xxh3_64_intdigest(out[:length])
                 if got == self._checksum(stripe, block, column):
                     return
-                # All pieces that were read are unchanged, so the parity is of other data.
+                # All read pieces are unchanged, so the parity is of other data.
                 bad = chosen[-1]
                 reason = f"what it gives has checksum {got:016x}"
             logger.warning("%s: %s: %s", self.where, bad.name, reason)
@@ -132,7 +132,7 @@ class ParityBlocks(Blocks):
     def _sum(
         self, stripe: int, block: int, weighted: Sequence[tuple[_Piece, int]], out: memoryview, spare: memoryview
     ) -> tuple[_Piece | None, str]:
-        """Add up the blocks of the pieces. Return the first piece that cannot be used, and why."""
+        """Add the blocks of the pieces. Return the first unusable piece, with the reason."""
         pieces = self._lost.pieces
         group = pieces.group
         is_first = True
@@ -182,7 +182,7 @@ class ParityBlocks(Blocks):
                 return int.from_bytes(self._table(stripe, file)[offset : offset + CHECKSUM_BYTES], "little")
             except LazySnapError as error:
                 reasons.append(str(error))
-        raise FormatError(f"{self.where}: its checksums cannot be had: {'; '.join(reasons)}")
+        raise FormatError(f"{self.where}: its checksums are not available: {'; '.join(reasons)}")
 
     def _table(self, stripe: int, file: PeerFile) -> memoryview:
         with self._lock:

@@ -1,4 +1,4 @@
-"""One rank's part of one snapshot: shards are opened until no tensor of the part is missing, then it is read."""
+"""Reads one rank's part of one snapshot: opens shards until no tensor is missing, then reads."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -22,7 +22,7 @@ from lazysnap.state.source import StateSource
 
 State = dict[str, Any]
 Made = dict[object, torch.Tensor]
-"""Tensors that were made already, by what they share."""
+"""Tensors that exist already, by the storage that they share."""
 
 
 class PartReader:
@@ -36,7 +36,7 @@ class PartReader:
         self._sources = sources
 
     def read(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> Snapshot | Failure:
-        """Read this rank's part. ``chosen``: the source of each rank's shard, of ranks within reach.
+        """Read this rank's part. ``chosen``: the source of each reachable rank's shard.
 
         Blocks. Raises: StateError, if the live objects and the snapshot do not fit each other, or if the program's own
         objects raise.
@@ -73,9 +73,9 @@ class PartReader:
         )
 
     def _share_of(self, plan: RestartPlan, chosen: Mapping[int, Entry]) -> list[int]:
-        """Return the ranks whose shards this rank opens in any case: first the one whose state it takes.
+        """Return the ranks whose shards this rank always opens: first the one whose state it takes.
 
-        Each shard is opened by some rank: otherwise nobody would notice a tensor that no rank needs.
+        Some rank must open each shard: otherwise a tensor that no rank needs would not be noticed.
         """
         share = [self._world.rank % plan.world_size]
         for rank in range(self._world.rank, plan.world_size, self._world.size):
@@ -91,9 +91,9 @@ class PartReader:
         live: LiveTensors,
         assembly: Assembly,
     ) -> list[int] | Failure:
-        """Open the shards of ``share``, then others in this order until nothing is missing. Return the opened ones.
+        """Open the shards of ``share``, then others in order until nothing is missing. Return the opened ones.
 
-        Blocks. Raises: StateError, as soon as it is known that the snapshot does not fit the live objects.
+        Blocks. Raises: StateError, as soon as the snapshot turns out not to fit the live objects.
         """
         opened: list[int] = []
 
@@ -122,12 +122,12 @@ class PartReader:
     def _read_state(
         self, entry: Entry, small: Any, room: Callable[[str, Made, Reads], torch.Tensor]
     ) -> State | Failure:
-        """Read all tensors, and put them in their places in the small state.
+        """Read all tensors, and insert them into the small state.
 
         Blocks. Raises: StateError, for a value of a type that this process has not registered.
 
         Args:
-            entry: the shard that has the small state.
+            entry: the shard with the small state.
             small: the small state, encoded.
             room: returns the tensor to read into.
         """
@@ -148,7 +148,7 @@ class PartReader:
         except StateError:  # an older snapshot would have the same
             raise
         except DecoderError as error:
-            # Bytes in memory may have no checksums yet, and may be damaged. All others are what was captured.
+            # Bytes in memory may have no checksums yet, and may be damaged. All others are verified.
             if entry.level == MEMORY:
                 return self._sources.refuse(entry, error)
             return Failure(str(error), is_of_decoder=True)
@@ -159,7 +159,7 @@ class PartReader:
         return state
 
     def _neighbours(self, plan: RestartPlan) -> tuple[int, list[int]]:
-        """Return the rank of the snapshot whose part is most like this one's, and the ranks of its node."""
+        """Return the rank of the snapshot whose part is most similar to this one's, and the ranks of its node."""
         if plan.world_size != self._world.size:
             return self._world.rank * plan.world_size // self._world.size, []
         return self._world.rank, self._world.node_ranks
@@ -189,11 +189,11 @@ def _room(
 def nearest_first(
     chosen: Mapping[int, Entry], nearest: int, node_ranks: Collection[int], replicas: Collection[int] = ()
 ) -> list[int]:
-    """Return the ranks in the order in which their shards are opened: those likeliest to have missing parts come first.
+    """Return the ranks in the order in which their shards are opened: those likely to have missing parts first.
 
     Args:
         chosen: the source of each rank's shard.
-        nearest: the rank whose part is most like this one's.
+        nearest: the rank whose part is most similar to this one's.
         node_ranks: the ranks of its node, which together hold one copy of its part.
         replicas: see ``CaptureMeta``.
     """
@@ -206,7 +206,7 @@ def nearest_first(
 
 
 def complete(assembly: Assembly, ranks: Iterable[int], add: Callable[[int], Failure | None]) -> Failure | None:
-    """Open the shards of ``ranks`` until nothing is missing. Return why something stays missing, if it does."""
+    """Open the shards of ``ranks`` until nothing is missing. Return the reason if something stays missing."""
     for rank in ranks:
         if not assembly.missing:
             return None

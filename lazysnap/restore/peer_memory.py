@@ -27,7 +27,7 @@ _PATIENCE_S = 60.0
 
 
 class PeerConnections:
-    """Readers of the keepers of other nodes, for one restart. Idle readers are used again."""
+    """Readers of the keepers of other nodes, for one restart. Idle readers are reused."""
 
     def __init__(self, discovery: "Discovery") -> None:
         self.discovery = discovery
@@ -38,7 +38,7 @@ class PeerConnections:
 
     @contextlib.contextmanager
     def reader(self, node: str) -> Iterator[PeerReader]:
-        """Yield a reader of that node, for one thread. One that failed is not used again."""
+        """Yield a reader of that node, for one thread. A failed reader is not reused."""
         with self._lock:
             reader = None
             if self._idle[node]:
@@ -54,7 +54,7 @@ class PeerConnections:
             self._idle[node].append(reader)
 
     def reaches(self, node: str | None) -> bool:
-        """True if the keeper of that node lets this process read."""
+        """Return True if the keeper of that node serves this process."""
         return node in self.discovery.reads
 
     def file(self, node: str, subject: Subject) -> "PeerFile":
@@ -64,7 +64,7 @@ class PeerConnections:
         return PeerFile(self, node, subject)
 
     def close(self) -> None:
-        """Close the idle readers; the next read makes others."""
+        """Close the idle readers; the next read makes new ones."""
         with self._lock:
             idle = list(chain.from_iterable(self._idle.values()))
             self._idle.clear()
@@ -73,7 +73,7 @@ class PeerConnections:
 
 
 class PeerFile:
-    """A slot, part or parity that the keeper of another node lets others read. Thread-safe."""
+    """A slot, part or parity that the keeper of another node serves. Thread-safe."""
 
     def __init__(self, connections: PeerConnections, node: str, subject: Subject) -> None:
         self._connections = connections
@@ -82,7 +82,7 @@ class PeerFile:
 
     @cached_property
     def size_bytes(self) -> int:
-        """Size. Blocks the first time. Raises: KeeperError; PeerRefused."""
+        """Return the size. Blocks the first time. Raises: KeeperError; PeerRefused."""
         with self._connections.reader(self._node) as reader:
             return reader.size(self._subject)
 

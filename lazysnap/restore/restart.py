@@ -1,7 +1,7 @@
-"""One restart of all ranks: they list what all sources have, and try the same snapshots in the same order.
+"""One restart of all ranks: they list all sources, and try the same snapshots in the same order.
 
 Every rank restores the same snapshot, or none does. If one rank cannot read its part, all ranks try the next snapshot.
-If a rank is silent, the restart ends at a deadline, and nothing was changed anywhere (docs/architecture.md).
+If a rank is silent, the restart ends at a deadline without any change (docs/architecture.md).
 """
 
 import contextlib
@@ -53,11 +53,11 @@ from lazysnap.state.walk import collector_paused
 logger = logging.getLogger("lazysnap.engine")
 
 _FIRST_LEVEL = 2
-"""Distance of the first level: behind memory, and what is computed from parity."""
+"""Distance of the first level: after memory and parity."""
 _PATIENCE_S = 3.0
 """Seconds to wait for levels if memory has a whole snapshot."""
 _LISTINGS = 3
-"""Listings of levels at most, until nothing vanishes between listing and reading."""
+"""Maximum listings of levels, until nothing vanishes between listing and reading."""
 
 
 @dataclass(frozen=True)
@@ -65,31 +65,31 @@ class Restart:
     """Inputs of a restart."""
 
     config: SnapshotConfig
-    """Its levels are searched."""
+    """The settings; their levels are searched."""
     source: StateSource
     client: KeeperClient | None
-    """``None``: memory is not searched."""
+    """The connection to the keeper; ``None``: memory is not searched."""
     identity: JobIdentity
     world: World
     discovery: Discovery = NOBODY
     """The addresses of other nodes."""
     start: str = ""
-    """The id of this start: no earlier one has a greater id."""
+    """The id of this start, greater than that of every earlier one."""
     casts: bool = False
     """True for an evaluation, which may use another precision than the training: see ``targets.check_fits``."""
 
     @property
     def proves(self) -> bool:
-        """True if ``"latest"`` may mean the snapshot before the newest one, whose step is then trained again."""
+        """True if ``"latest"`` may mean the snapshot before the newest one, whose step is then repeated."""
         config = self.config
         return bool(config.verify_restart) and config.every_n_steps == 1 and not self.casts
 
 
 def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
-    """See ``SnapshotEngine._fetch``; in place of ``None``, return why there is none. Collective. Blocks.
+    """See ``SnapshotEngine._fetch``, but returns the reason instead of ``None``. Collective. Blocks.
 
-    Raises: StateError on all ranks, if one of them cannot take the freshest snapshot, or if none can be restored and
-    a decoder of the program refused one; WaitTimeout.
+    Raises: StateError on all ranks, if the newest snapshot does not fit one of them, or if none can be restored and a
+    decoder of the program refused one; WaitTimeout.
     """
     choice = Choice.of(which)
     with contextlib.ExitStack() as stack:
@@ -120,9 +120,9 @@ def fetch(which: int | str, restart: Restart) -> Snapshot | Absence:
 
 
 def _with_findings(snapshot: Snapshot, search: "_Search", restart: Restart, choice: Choice) -> Snapshot:
-    """Return a snapshot that was read, with the other findings of the search.
+    """Return a snapshot that was read, with the other results of the search.
 
-    Collective, if a new run begins: a choice other than the newest snapshot begins one, later than all others.
+    Collective, if a new run begins: the choice of an older snapshot begins one, later than all others.
     """
     inventories = search.inventories
     key = SnapshotKey(snapshot.run_id, snapshot.step, snapshot.start, snapshot.world_size)
@@ -188,23 +188,23 @@ def fetch_back(
 
 
 def _new_run(world: World, runs: Sequence[str], newest: RestartPlan) -> NewRun:
-    """Return a run for what is captured after an older snapshot was chosen.
+    """Return the new run after the choice of an older snapshot.
 
     Collective: all ranks get that of rank 0. ``runs``: the runs so far, the newest first.
     """
-    # Later than every other run, whatever the clock says: "latest" is of the newest run.
+    # Later than every other run, independent of the clock, because "latest" means the newest run.
     run_id = id_after(world.exchange("beginning a new run", new_id())[0], runs[0])
     names = short_ids([run_id, *runs])
     return NewRun(run_id, names[run_id], newest.key, names[newest.run_id])
 
 
 def _is_settled(newest: RestartPlan) -> bool:
-    """True if a slot of some rank says that no restart is to train the step of its capture again."""
+    """True if a slot of some rank forbids that a restart repeats its step."""
     return any(offers[0].is_repeatable is False for offers in newest.sources)
 
 
 def _durable_at(inventories: list[Inventory], levels: Sequence[PersistentLevel], key: SnapshotKey) -> str | None:
-    """Return the URL of the first level that has a snapshot complete. The same on every rank."""
+    """Return the URL of the first level with a complete snapshot. The same on every rank."""
     for level in levels:
         at_level = [inventory for inventory in inventories if inventory.level == level.url]
         if any(plan.key == key for plan in candidates(at_level)):
@@ -217,7 +217,7 @@ def _no_flaw(snapshot: Snapshot) -> str:
 
 
 class _Search:
-    """One restart on one rank: lists what all sources have, and reads the best snapshot that is whole everywhere."""
+    """One restart on one rank: lists all sources, and reads the best snapshot that is whole everywhere."""
 
     def __init__(self, restart: Restart, stack: contextlib.ExitStack) -> None:
         self._started = time.perf_counter()
@@ -225,13 +225,13 @@ class _Search:
         self._world = world = restart.world
         self._node = world.place.node
         self.problems: list[str] = []
-        """One line for each snapshot or level that was not used, and why."""
+        """One line for each snapshot or level that was not used, with the reason."""
         self.inventories: list[Inventory] = []
         """Contents of all sources. The same on every rank."""
         self.unreadable: set[SnapshotKey] = set()
         """Snapshots that some rank could not read."""
         self.decoder_errors: list[str] = []
-        """Errors of decoders of the program that these snapshots met. The same on every rank."""
+        """Errors of the program's decoders for these snapshots. The same on every rank."""
         self.protected: SnapshotKey | None = None
         """See ``Snapshot``."""
         self.reads_all = False
@@ -270,7 +270,7 @@ class _Search:
         memory cannot be read and a level had not answered in time.
 
         Args:
-            order: returns the complete snapshots that are wanted, the best first.
+            order: returns the wanted complete snapshots, the best first.
             may_be_wanted: true for the snapshots that may be among them; ``None``: the newest is wanted.
             is_patient: see ``_list``.
             flaw: returns a defect of a snapshot that was read, or an empty text.
@@ -302,9 +302,9 @@ class _Search:
         return None
 
     def _plans(self, order: Callable[[list[Inventory]], list[RestartPlan]]) -> Iterator[RestartPlan]:
-        """Yield the plans in their order, and then those of snapshots whose manifests were not read at first.
+        """Yield the plans in order, and then those of snapshots whose manifests were not read at first.
 
-        The same on all ranks. Collective, if that is so.
+        The same on all ranks. Collective in the second part.
         """
         if self.survey.is_partial and (self.reads_all or not self._has_newest()):
             self._read_rest()
@@ -321,7 +321,7 @@ class _Search:
                 yield plan
 
     def _has_newest(self) -> bool:
-        """True if one of the newest snapshots, or a newer one in memory, is whole: what "latest" means is known."""
+        """True if one of the newest snapshots, or a newer one in memory, is whole, so that "latest" is known."""
         if not self.survey.is_partial:
             return True
         plans = candidates(self.inventories)
@@ -351,7 +351,7 @@ class _Search:
         return max(starts, default=None)
 
     def note_newer(self, key: SnapshotKey) -> None:
-        """Report newer snapshots that were not read: those in a listing now, the others when a late level answers."""
+        """Report newer snapshots that were not read: those in a listing now, others when a late level answers."""
         restored = SnapshotName(key.run_id, key.step, key.start)
         if self._world.rank == 0:
             for name, text in self.survey.unread:
@@ -360,7 +360,7 @@ class _Search:
         self.survey.follow(restored, before=self._restart.start)
 
     def end(self) -> TrainerEnd | None:
-        """Return the end of the last trainer, as far as this rank's keeper knows it."""
+        """Return the end of the last trainer, if this rank's keeper has it."""
         inventory = self._memory.of_this_rank
         if inventory is None:
             return None
@@ -371,7 +371,7 @@ class _Search:
     def _list(self, may_be_wanted: IsWanted | None, *, is_patient: bool) -> list[Inventory]:
         """Return the contents of all sources, the same list on every rank. Collective.
 
-        Of snapshots at levels these are the newest of those that ``may_be_wanted``, and the newest of all.
+        Of snapshots at levels only the newest of those that ``may_be_wanted``, and the newest of all.
 
         If ``is_patient``, or if memory has no whole snapshot, the deadline of a level is that of its settings.
         Otherwise it is a few seconds for all levels.
@@ -395,7 +395,7 @@ class _Search:
         refusals = [text for text, *_ in reports]
         if any(refusals):
             raise JobBusy(self._refusal(refusals))
-        # Not before: keepers of the last start may write and delete until those of this start are connected.
+        # Not earlier: keepers of the last start may write and delete until those of this start are connected.
         memories = []
         parities = []
         for place, (_, captures, parity) in zip(self._world.places, reports, strict=True):
@@ -412,9 +412,9 @@ class _Search:
         return inventories
 
     def _refusal(self, refusals: Sequence[str]) -> str:
-        """Return why this job cannot start: in full on the first rank of each node, in short on the others.
+        """Return the reason why this job cannot start: in full on the first rank of each node, in short on the others.
 
-        ``refusals``: by rank; empty where its keeper did not refuse.
+        ``refusals``: by rank; empty if its keeper did not refuse.
         """
         if self._world.place.local_rank != 0:
             job_id = self._restart.identity.job_id
@@ -424,7 +424,7 @@ class _Search:
     def _computed(self, memories: Sequence[Inventory], reports: Sequence[list[Any]]) -> Inventory:
         """Return the shards of lost nodes that parity can replace. ``reports``: parity in memory, by rank.
 
-        Collective, if one node is left.
+        Collective with one node.
         """
         client = self._restart.client
         if any(reports) and client is not None and self._restart.discovery.peers is None:
@@ -449,8 +449,8 @@ class _Search:
     def _attempt(self, plan: RestartPlan, flaw: Callable[[Snapshot], str]) -> tuple[Snapshot | None, bool]:
         """Read this rank's part of a snapshot; ``None`` on all ranks, if one of them could not, or found a flaw.
 
-        The second is true if something vanished that was listed. Collective.
-        Raises: StateError, on all ranks, if all could read theirs, and the live objects of one of them do not fit it.
+        The second result is True if a listed file vanished. Collective.
+        Raises: StateError, on all ranks, if all parts were read, and the live objects of a rank do not fit.
         """
         snapshots: list[Snapshot] = []
         causes: list[BaseException | None] = []
@@ -469,8 +469,8 @@ class _Search:
                 else:
                     failure = part.text
                     is_of_decoder = part.is_of_decoder
-            except StateError as error:  # the program's objects and the snapshot, which was read, do not fit each other
-                causes.append(error.__cause__)  # the text of ``error`` itself is that of the one raised below
+            except StateError as error:  # the program's objects do not fit the snapshot, which was read
+                causes.append(error.__cause__)  # the text of ``error`` itself is in the error below
                 mismatch = str(error)
             except Exception as error:  # noqa: BLE001  decoders of users may raise anything
                 failure = str(error) or repr(error)
@@ -484,7 +484,7 @@ class _Search:
         has_vanished = False
         for mismatch, failure, has_vanished_there, is_of_decoder in reports:
             if failure:
-                failures.append(f"step {plan.step} passed over: {failure}")
+                failures.append(f"step {plan.step} skipped: {failure}")
             if is_of_decoder:
                 self.decoder_errors.append(f"step {plan.step}: {failure}")
             if mismatch:
@@ -495,7 +495,7 @@ class _Search:
             self.problems += failures
             return None, has_vanished
         if mismatches:
-            # A list that still held the cause would keep its frames, and slots, alive.
+            # A list with the cause would keep its frames and slots alive.
             cause = causes.pop() if causes else None
             raise StateError(mismatches[0]) from cause
         return snapshots[0], False
@@ -506,7 +506,7 @@ class _Search:
         return f"rank {self._world.rank}: {problem}"
 
     def _read(self, plan: RestartPlan) -> Snapshot | Failure:
-        """Read from the best sources; after each failure from the next ones, as long as there are any."""
+        """Read from the best sources; after each failure from the next ones, if any."""
         own_rank = self._world.rank % plan.world_size
         failures = self._sources.failures
         entries = list(chain.from_iterable(plan.sources))
@@ -518,7 +518,7 @@ class _Search:
                 within = ""
                 if not self._world.is_alone:
                     within = f" within reach of {self._node.split('/')[0]}"
-                reasons = "; ".join(bad.values()) or "it is not there"
+                reasons = "; ".join(bad.values()) or "it is missing"
                 text = f"the shard of rank {own_rank} is nowhere whole{within}: {reasons}"
                 return Failure(text, is_of_decoder=is_of_decoder)
             part = self._parts.read(plan, chosen)
@@ -527,7 +527,7 @@ class _Search:
                     of_rank = ""
                     if plan.world_size > 1:
                         of_rank = f" of rank {entry.rank}"
-                    self.problems.append(f"step {plan.step}{of_rank} at {entry.level} passed over: {reason}")
+                    self.problems.append(f"step {plan.step}{of_rank} at {entry.level} skipped: {reason}")
             if isinstance(part, Snapshot) or not part.may_try_others:
                 return part
             is_of_decoder = is_of_decoder or part.is_of_decoder
@@ -539,7 +539,7 @@ class _Search:
 
 
 def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:
-    """Return by rank the nearest of the usable sources of its shard; of two in memory that of this node. Pure."""
+    """Return, by rank, the nearest usable source of its shard; in memory that of this node first. Pure."""
     chosen: dict[int, Entry] = {}
     for entry in sorted(usable, key=lambda entry: (entry.distance, entry.node not in (None, node))):
         chosen.setdefault(entry.rank, entry)
@@ -549,17 +549,16 @@ def nearest_sources(usable: Iterable[Entry], node: str) -> dict[int, Entry]:
 def reseed(snapshot: Snapshot, world: World) -> None:
     """Give every rank its own random numbers after a restart with another number of ranks. Rank 0 warns.
 
-    The numbers that each rank had drawn cannot be continued by another number of ranks. Equal numbers on two ranks
-    would be worse.
+    Another number of ranks cannot continue the random numbers of each rank. Equal numbers on two ranks would be worse.
     """
     if world.rank == 0:
         captured_by = f"{snapshot.world_size} rank"
         if snapshot.world_size > 1:
             captured_by += "s"
         logger.warning(
-            "step %d was captured by %s and is resumed by %d: weights and optimizer are exact; random numbers begin "
-            "anew; the data goes on in the same epoch behind as many samples as were trained. These are the same "
-            "samples where their order comes from a seed (docs/several-ranks.md)",
+            "step %d was captured by %s and is resumed by %d: weights and optimizer are exact; random numbers are "
+            "new; the data continues in the same epoch after as many samples as were trained. These are the same "
+            "samples if their order comes from a seed (docs/several-ranks.md)",
             snapshot.step,
             captured_by,
             world.size,

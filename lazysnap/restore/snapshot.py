@@ -10,22 +10,22 @@ from lazysnap.resolver import SnapshotKey
 
 @dataclass(frozen=True)
 class NewRun:
-    """The run that begins at a snapshot that was chosen although it is not the newest. The same on all ranks."""
+    """The new run that begins at a chosen older snapshot. The same on all ranks."""
 
     run_id: str
     name: str
-    """The part of its id that people see."""
+    """The displayed part of its id."""
     newest: SnapshotKey
-    """The newest snapshot, which ``"latest"`` means until the new run has a complete one."""
+    """The newest snapshot, which is ``"latest"`` until the new run has a complete one."""
     newest_run_name: str
-    """The part of the id of that snapshot's run that people see."""
+    """The displayed part of the id of that snapshot's run."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot read back. Its tensors are its own: nothing else writes to their memory. Tied ones are one tensor.
+    """A snapshot that was read. Nothing else uses the memory of its tensors. Tied tensors are one tensor.
 
-    Each is on the device of its live tensor. Scalars, and tensors that no device has room for, are on the CPU.
+    Each tensor is on the device of its live tensor. Scalars, and tensors that do not fit on the device, are on the CPU.
     """
 
     state: dict[str, Any] = field(repr=False)
@@ -35,51 +35,54 @@ class Snapshot:
     start: str
     """The id of the start that took it."""
     level: str
-    """``memory``, ``parity`` (in the memory of other nodes) or the URL of the level it was read from; of several the
-    farthest."""
+    """``memory``, ``parity`` (in the memory of other nodes) or the URL of the level from which it was read; of several
+    sources the slowest.
+    """
     seconds: float = 0.0
-    """Time from the question to the answer."""
+    """Duration of the restore."""
     skipped: tuple[str, ...] = ()
     """The reasons why newer snapshots, or faster levels, were not used."""
     world_size: int = 1
-    """Ranks of the training that captured it. With another number now, random numbers cannot be continued, and the
-    position in the data counts other batches (``lazysnap.data.share``)."""
+    """Number of ranks of the training that captured it. Another number cannot continue random numbers, and converts the
+    position in the data (``data.layout``).
+    """
     newest_start: str | None = None
-    """The newest start of all snapshots that were found."""
+    """The newest start of all existing snapshots."""
     durable_at: str | None = None
-    """The URL of the first level that has it complete, or ``repeats`` if that is given."""
+    """The URL of the first level where it, or ``repeats`` if given, is complete."""
     parameters: Mapping[str, Sequence[str]] | None = field(default=None, repr=False)
-    """The parameter names of each optimizer in its order, by its path in the state, if they were known."""
+    """The parameter names of each optimizer, by its path in the state, if known."""
     run: str = ""
-    """The first digits of ``run_id``, as many as distinguish it from the other runs there."""
+    """The first digits of ``run_id`` that distinguish it from the other runs."""
     protected: SnapshotKey | None = None
-    """The one in memory that other nodes protect best, and that stays until a newer one is protected."""
+    """The snapshot in memory that other nodes protect best. It stays until a newer one is protected."""
     new_run: NewRun | None = None
-    """``None``: it is the newest snapshot, and training continues its run."""
+    """The new run; ``None`` for the newest snapshot, whose run continues."""
     captured_ns: int | None = None
     """When it was captured, in nanoseconds since the epoch."""
     end: TrainerEnd | None = None
-    """The end of the trainer before this one, for ``"latest"``, if its keeper still knows it."""
+    """The end of the last trainer, for ``"latest"``, if its keeper still has it."""
     repeats: SnapshotKey | None = None
-    """The newest snapshot, in memory, if this one is that before it: its step is trained again and compared."""
+    """The newest snapshot, in memory, if this is the one before it: its step is repeated and compared."""
     is_settled: bool = False
-    """True if memory has it, and says that no restart is to train its step again: the run was proved already, or the
-    training ended there."""
+    """True if memory has it and forbids repeating its step: the run was checked already, or the training ended
+    there.
+    """
 
 
 @dataclass(frozen=True)
 class Absence:
-    """Why there is no snapshot to restore."""
+    """The reason why there is no snapshot to restore."""
 
     urls: tuple[str, ...] = ()
     """The levels that were searched, besides memory."""
     incomplete: tuple[int, ...] = ()
-    """Steps of which a part was found, in ascending order."""
+    """Steps of which a part exists, in ascending order."""
     unreadable: tuple[int, ...] = ()
-    """Steps that were complete and could not be read, in ascending order."""
+    """Complete steps that could not be read, in ascending order."""
     uncommitted: Mapping[str, int] = field(default_factory=dict)
-    """The number of snapshot directories without any manifest, by level, where there are some."""
+    """The number of snapshot directories without any manifest, by level, if any."""
     is_partial: bool = False
-    """True if not every place could be looked at; messages before said which."""
+    """True if some place could not be searched, as earlier messages reported."""
     newest_run: str | None = None
-    """The newest run of which a part was found, in memory or at a level."""
+    """The newest run of which a part exists, in memory or at a level."""

@@ -1,4 +1,4 @@
-"""All sources of one restart on one rank: the shards that are open, and those that cannot be used."""
+"""All sources of one restart on one rank: open shards, and unusable ones."""
 
 import contextlib
 from collections.abc import Mapping, Sequence
@@ -31,17 +31,17 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Failure:
-    """Why something cannot be read."""
+    """The reason why something cannot be read."""
 
     text: str
     may_try_others: bool = False
-    """True if another source may have the shard whole. False: no source would help."""
+    """True if another source may have a whole copy of the shard; False if no source would help."""
     is_of_decoder: bool = False
     """True if a decoder of the program raised."""
 
 
 class Sources:
-    """Opens and reads shards. Errors become values: a ``Failure``, after which another source is tried.
+    """Opens and reads shards. Errors become values (``Failure``), after which another source is tried.
 
     Not thread-safe.
     """
@@ -54,21 +54,21 @@ class Sources:
         levels: Mapping[str, Level],
         stack: contextlib.ExitStack,
     ) -> None:
-        """``stack`` closes what is opened."""
+        """``stack``: closes the opened shards."""
         self._memory = memory
         self._peers = peers
         self._parity = parity
         self._levels = levels
         self._stack = stack
         self.failures: dict[Entry, str] = {}
-        """Entries that are not tried again, and why."""
+        """Entries that are not retried, with the reason."""
         self.has_vanished = False
-        """True if something that was listed is not there any more."""
+        """True if a listed file has vanished."""
         self._opened: dict[Entry, OpenShard] = {}
         self._entries: dict[Blocks, Entry] = {}
 
     def forget(self) -> None:
-        """Forget what was opened and what failed: the levels are listed again, and may have changed."""
+        """Forget opened and failed shards: the levels are listed again, and may have changed."""
         self.failures.clear()
         self._opened.clear()
         self._entries.clear()
@@ -121,9 +121,9 @@ class Sources:
         return None
 
     def refuse(self, entry: Entry, error: "Exception | str") -> Failure:
-        """Record that an entry cannot be used: it is not tried again."""
+        """Record that an entry is unusable and must not be retried."""
         self._opened.pop(entry, None)
-        text = str(error) or repr(error)  # an empty text would pass for no failure
+        text = str(error) or repr(error)  # an empty text would mean no failure
         self.failures[entry] = text
         if isinstance(error, FileNotFoundError):
             self.has_vanished = True

@@ -1,11 +1,11 @@
-"""The contents of all levels, read by all ranks together: each reads its share of the manifests.
+"""Reads the contents of all levels, with all ranks together: each reads its share of the manifests.
 
 Names come first. One rank lists a URL, and one rank of each node lists a path. Nodes that see the same directories,
-inode and times included, share one place and its work. The ranks of a node share a disk that only this node sees.
+with equal inodes and times, share one place and its work. The ranks of a node share a disk that only this node sees.
 
-All ranks receive the results of each rank. If several ranks have equal listings, one of them sends it. The manifests
-of the newest snapshots are read first: a restart needs no others unless these are damaged. See ``restore.offers`` for
-the messages.
+All ranks receive the results of each rank. If several ranks have equal listings, one of them sends it. The manifests of
+the newest snapshots are read first: a restart needs no others unless these are damaged. See ``restore.offers`` for the
+messages.
 """
 
 import dataclasses
@@ -55,14 +55,14 @@ class Site:
     members: tuple[int, ...]
 
     def only(self, names: Collection[str]) -> "Site":
-        """Return the same place with these directories alone."""
+        """Return the same place with only these directories."""
         directories = [directory for directory in self.listing.directories if directory.name in names]
         return dataclasses.replace(self, listing=Listing(tuple(directories), self.listing.problems))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Snapshots at all sites, and those whose manifests are read first."""
+    """The snapshots at all sites, split into those whose manifests are read first, and the others."""
 
     newest: frozenset[SnapshotName]
     """The newest ones."""
@@ -73,11 +73,11 @@ class Selection:
 
     @classmethod
     def of(cls, sites: Iterable[Site], is_wanted: IsWanted | None, limit: int) -> "Selection":
-        """Select the newest snapshots, and the newest of those that are wanted, of each run one at least. Pure.
+        """Select the newest snapshots and the newest wanted ones, at least one of each run. Pure.
 
         Args:
             sites: all places.
-            is_wanted: true for the snapshots that may be restored; ``None``: the newest is wanted, whichever it is.
+            is_wanted: True for the snapshots that may be restored; ``None``: the newest one is wanted.
             limit: the number of the newest ones.
         """
         names: set[SnapshotName] = set()
@@ -109,8 +109,9 @@ class Survey:
         self.uncommitted: Counter[str] = Counter()
         """The number of snapshot directories without any manifest, by level. The same on every rank."""
         self.unread: list[tuple[SnapshotName, str]] = []
-        """Snapshots that a listing shows and that cannot be restored: a file has no manifest, or the manifests were
-        not read in time. With the message about each. The same on every rank."""
+        """Listed snapshots that cannot be restored, because a file has no manifest, or the manifests were not read in
+        time, with the message about each. The same on every rank.
+        """
         self.late: set[str] = set()
         """Levels that did not answer in time. The same on every rank."""
         self.unanswered: dict[str, Watchdog[Listing]] = {}
@@ -119,7 +120,7 @@ class Survey:
         """Every snapshot of which some part is committed, whether its manifests were read or not. The same on every
         rank."""
         self.newest: frozenset[SnapshotName] = frozenset()
-        """The newest of them: their manifests were read."""
+        """The newest of them, whose manifests were read."""
         self._unread_sites: list[Site] = []
         """Places with the snapshots whose manifests were not read yet."""
         self._listings: dict[str, str] = {}
@@ -176,7 +177,7 @@ class Survey:
         return inventories
 
     def read_rest(self, problems: list[str]) -> list[Inventory]:
-        """Return the contents of all levels, as to the snapshots that ``read_newest`` did not read. Collective."""
+        """Return the contents of all levels for the snapshots that ``read_newest`` did not read. Collective."""
         sites = [dataclasses.replace(site, listing=Listing(site.listing.directories)) for site in self._unread_sites]
         self._unread_sites = []
         return self._read(sites, problems, None)
@@ -278,28 +279,28 @@ class Survey:
     def _result(
         self, url: str, answer: Watchdog[_Result], deadline: float | None, problems: list[str]
     ) -> _Result | None:
-        """Return the answer of a level; ``None``, and a problem, if it has none. Blocks.
+        """Return the answer of a level; ``None``, after adding a problem, if it has none. Blocks.
 
-        Without a deadline of a few seconds the user is warned, once for each level, that the restart waits.
+        Without the short deadline the user is warned, once for each level, that the restart waits.
         """
         warns = deadline is None and url not in self._reported_silent
         if warns and not answer.wait(_SILENCE_S):
             self._reported_silent.add(url)
             logger.warning(
                 "%s does not answer yet: the restart waits for it, at most %g s without progress "
-                "(PersistentLevel.timeout_s), then goes on without it",
+                "(PersistentLevel.timeout_s), then continues without it",
                 url,
                 answer.timeout_s,
             )
         try:
             return answer.result()
         except Exception as error:  # noqa: BLE001  storage packages may raise anything
-            problems.append(f"{url} passed over: {str(error) or repr(error)}")
+            problems.append(f"{url} skipped: {str(error) or repr(error)}")
             return None
 
 
 def _is_late(answer: Watchdog[_Result], deadline: float | None) -> bool:
-    """True if neither an answer nor an error has come by that monotonic time. Blocks. ``None``: no level is late."""
+    """True if there is neither an answer nor an error at that monotonic time. Blocks. ``None``: no deadline."""
     return deadline is not None and not answer.wait(max(0.0, deadline - time.monotonic()))
 
 
@@ -327,13 +328,13 @@ def _log_newer(url: str, listing: Watchdog[Listing], restored: SnapshotName, bef
 
 
 def _why_unread(url: str, directory: Directory, *, is_late: bool) -> str:
-    """Return why a snapshot that a listing shows cannot be restored; empty, if no reason is known."""
+    """Return the reason why a listed snapshot cannot be restored; empty if none is known."""
     if directory.bare:
         return without_manifest(url, directory)
     if is_late and directory.is_whole:
         return (
-            f"step {directory.snapshot.step} passed over: {url}/{directory.name}: its manifests were not read in time; "
-            "to go on from there, stop this training and start it again when that level is faster"
+            f"step {directory.snapshot.step} skipped: {url}/{directory.name}: its manifests were not read in time; "
+            "to continue from there, stop this training and start it again when that level is faster"
         )
     return ""
 
@@ -354,7 +355,7 @@ def sites_of(
     """Return all places. Pure.
 
     Args:
-        digests: of the listings that each rank made, by URL.
+        digests: digests of the listings of each rank, by URL.
         listings: by URL and digest.
         places: of all ranks.
     """
@@ -381,7 +382,7 @@ def sites_of(
 
 
 def merged(inventories: Iterable[Inventory]) -> list[Inventory]:
-    """Join the inventories of each level into one."""
+    """Merge the inventories of each level."""
     parts_of_level: dict[str, list[Inventory]] = defaultdict(list)
     for inventory in inventories:
         parts_of_level[inventory.level].append(inventory)

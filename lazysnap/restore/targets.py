@@ -22,12 +22,12 @@ _SHOWN = 5
 
 
 def room_on_device(tensor: JoinedTensor, target: "torch.Tensor | None") -> torch.Tensor:
-    """Return the place where a tensor is put together: on the device of the live one that it is to fill, so that copies
-    to the device overlap with reading and comparing.
+    """Return an empty tensor to assemble into: on the device of the live tensor that it will fill, so that copies to
+    the device overlap with reading and comparing.
 
     The optimizer keeps the tensors of its state. Parameters are copied: until the restart is over the device holds two
-    of each, as much as their gradients will take. Where it has no room, and for scalars (``step`` of most optimizers
-    stays on the CPU), it is host memory. Raises: FormatError.
+    of each, as much as their gradients will take. If the device has no space, and for scalars (``step`` of most
+    optimizers stays on the CPU), it is host memory. Raises: FormatError.
     """
     if target is not None and tensor.box[1] and not is_uninitialised(target) and tuple(target.shape) == tensor.shape:
         with contextlib.suppress(torch.OutOfMemoryError):
@@ -41,19 +41,19 @@ def is_part(target: Any, shape: Extent) -> TypeGuard[DTensor]:
 
 
 def is_empty_part(target: Any) -> TypeGuard[DTensor]:
-    """True if nothing of the tensor falls to this rank: no shard needs to be found for it."""
+    """True if this rank needs nothing of the tensor, so that no shard has to be found for it."""
     return isinstance(target, DTensor) and 0 in box_of(target)[1]
 
 
 class LiveTensors:
-    """The live tensors of this rank, and what a snapshot has for them.
+    """The live tensors of this rank, and the matching tensors of a snapshot.
 
-    A tensor of the snapshot fills a *target*: a parameter of that name. For optimizer state the target is the parameter
-    to which the state belongs, since that has the same placement.
+    A tensor of the snapshot fills a *target*: the parameter of that name. For optimizer state the target is the
+    parameter to which the state belongs, because it has the same placement.
     """
 
     def __init__(self, source: StateSource, names: Collection[str], where: str, *, casts: bool) -> None:
-        """Ask the program's objects. Raises: StateError, if they raise: no other snapshot would help.
+        """Ask the program's objects. Raises: StateError, if they raise, because no other snapshot would help.
 
         Args:
             source: the state of the training.
@@ -79,9 +79,9 @@ class LiveTensors:
         for name, saved_name in saved_names(self._expected, names).items():
             self._live[saved_name] = self._expected[name]
         self._owners = set(map(self._owner_of, self._expected))
-        """Paths of the objects of which tensors are expected."""
+        """Paths of the objects with expected tensors."""
         self._facts: dict[str, Facts | None] = {}
-        """Tensors of the snapshot that belong to these objects; ``None`` where facts are not known yet."""
+        """Tensors of the snapshot that belong to these objects; ``None`` if facts are not known yet."""
         for name in names:
             if self._belongs_to_owner(name):
                 self._facts[name] = None
@@ -94,7 +94,7 @@ class LiveTensors:
         return None
 
     def _belongs_to_owner(self, name: str) -> bool:
-        """False for tensors of objects of which none is expected: optimizers."""
+        """False for tensors of objects without expected tensors: optimizers."""
         owner = self._owner_of(name)
         return owner is None or owner in self._owners
 
@@ -110,28 +110,28 @@ class LiveTensors:
         return None
 
     def wanted_box(self, name: str, shape: Extent) -> tuple[Extent, Extent]:
-        """Return the part of a tensor of that global shape that its target is given: offsets and shape."""
+        """Return the part of a tensor of that global shape for its target: offsets and shape."""
         target = self.target(name)
         if is_part(target, shape):
             return box_of(target)
         return (0,) * len(shape), shape
 
     def is_wanted(self, name: str) -> bool:
-        """False for a live tensor of which nothing falls to this rank.
+        """False for a live tensor of which this rank needs nothing.
 
-        Its shape is known. Optimizer state may have another one than its parameter, so that it is looked for.
+        Its shape is known. Optimizer state may have another shape than its parameter, so it is searched for.
         """
         return name not in self._live or not is_empty_part(self._live[name])
 
     def note(self, tensors: Mapping[str, StoredTensor]) -> None:
-        """Note dtype and shape of tensors in a shard, by name. Raises: FormatError, if torch has no such dtype."""
+        """Record dtype and shape of tensors in a shard, by name. Raises: FormatError, if torch has no such dtype."""
         for name, stored in tensors.items():
             facts = facts_of(stored)
             if self._belongs_to_owner(name):
                 self._facts[name] = facts
 
     def check_fits(self) -> None:
-        """See ``check_fits``. What is not known yet is not compared."""
+        """See ``check_fits``. Unknown facts are not compared."""
         check_fits(self._facts, self._expected, self._where, casts=self._casts, resizable=self._resizable)
 
 

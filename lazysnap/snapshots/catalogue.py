@@ -368,7 +368,7 @@ class Catalogue:
             if isinstance(manifest, Manifest):
                 continue
             problem = manifest or f"{place.where}: its manifest was deleted while this level was read"
-            problems.append(f"step {self._snapshot_names[place.directory].step} passed over: {problem}")
+            problems.append(f"step {self._snapshot_names[place.directory].step} skipped: {problem}")
         return Inventory(self.storage.url, entries, tuple(problems))
 
     # ---------------------------------------------------------------- listings and manifests

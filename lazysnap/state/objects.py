@@ -170,7 +170,7 @@ class ObjectState(StateSource):
         for name, value in self._objects.items():
             if isinstance(value, ResumableLoader) and value.position.is_iterated:
                 raise StateError(
-                    f"{name}: an iterator over this loader exists already, and would not go on where the snapshot is; "
+                    f"{name}: an iterator over this loader exists already, and would not continue at the snapshot; "
                     "restore before iter(loader) or the loop over it, or delete that iterator first. Nothing was loaded"
                 )
 

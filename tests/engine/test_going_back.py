@@ -38,4 +38,4 @@ def test_a_file_in_the_place_of_a_level_is_not_taken_for_an_empty_one(job, tmp_p
         list_names(open_storage(str(path)))
 
     assert job.start(path, ready=False).engine.restore() is None
-    assert "level passed over: " in caplog.text
+    assert "level skipped: " in caplog.text

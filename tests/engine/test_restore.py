@@ -115,7 +115,7 @@ def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, level, where):
 
     assert snapshot.step == 2
     [reason] = snapshot.skipped
-    assert reason.startswith("step 3 passed over: ")
+    assert reason.startswith("step 3 skipped: ")
     assert f"{path}: block" in reason
 
 
@@ -142,7 +142,7 @@ def test_one_line_says_which_snapshot_is_passed_over_and_why(job, level, caplog,
     assert job.start(level, ready=False).engine.restore().step == 2
 
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert line.startswith("step 3 passed over: ")
+    assert line.startswith("step 3 skipped: ")
     assert str(path) in line
     assert reason in line
 
@@ -177,7 +177,7 @@ def test_an_error_of_the_programs_own_objects_ends_the_restart_and_costs_no_snap
         again.engine._fetch()  # as integrations do
 
     assert isinstance(caught.value.__cause__, NotImplementedError)
-    assert "passed over" not in caplog.text
+    assert "skipped: " not in caplog.text
     odd.is_odd = False
     assert again.engine.restore().step == 2
 
@@ -208,7 +208,7 @@ def test_a_type_that_the_program_forgot_to_register_ends_the_restart_with_its_na
     with pytest.raises(StateError, match=r"type 'tests.Label', which is not registered.*register_type"):
         again.engine.restore()
 
-    assert "passed over" not in caplog.text
+    assert "skipped: " not in caplog.text
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_a_value_that_its_decoder_refuses_costs_that_snapshot_only(job, tmp_path
     again = job.start(tmp_path, ready=False, extra={"values": {"label": Label("")}})
 
     assert again.engine.restore().step == 1
-    assert re.search("step 2 passed over: .*ValueError: no label", caplog.text)
+    assert re.search("step 2 skipped: .*ValueError: no label", caplog.text)
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_what_a_decoder_refuses_is_not_read_again_from_another_level(job, tmp_pa
         again.engine.restore()
 
     assert decoded == ["first"]
-    assert "step 1 passed over: the decoder of 'tests.Label' raised" in caplog.text
+    assert "step 1 skipped: the decoder of 'tests.Label' raised" in caplog.text
 
 
 @pytest.mark.slow
@@ -327,7 +327,7 @@ def test_memory_whose_bytes_a_decoder_refuses_gives_way_to_storage(job, tmp_path
     if has_level:
         snapshot = again.engine.restore()
         assert (snapshot.step, snapshot.level) == (1, str(tmp_path))
-        assert any("memory passed over: the decoder of" in reason for reason in snapshot.skipped)
+        assert any("memory skipped: the decoder of" in reason for reason in snapshot.skipped)
     else:
         with pytest.raises(StateError, match="ValueError: damaged"):
             again.engine.restore()

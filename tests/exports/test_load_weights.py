@@ -189,7 +189,7 @@ def test_a_forged_newest_snapshot_is_passed_over_and_named(tmp_path, caplog, cla
 
     assert lazysnap.load_weights(url)["w"].tolist() == [1.0] * 3
     [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("step 9 passed over: ")
+    assert line.startswith("step 9 skipped: ")
     with pytest.raises((StateError, FormatError)):
         lazysnap.load_weights(url, 9)
 

@@ -105,7 +105,7 @@ def test_half_a_snapshot_and_a_damaged_one_are_named_as_the_reason(start, tmp_pa
     for old in level.glob("step-00000001-*/*.json"):
         old.unlink()
     _, lines, _ = start(steps=2, restore=True)
-    assert lines[0].startswith("lazysnap: step 2 passed over: ")
+    assert lines[0].startswith("lazysnap: step 2 skipped: ")
     one(
         lines[1:2],
         rf"lazysnap: starting fresh: no snapshot in memory or at {level} could be read \(step 2\); .* say why",

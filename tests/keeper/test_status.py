@@ -82,7 +82,7 @@ def test_a_training_that_runs_is_found_without_its_name(job, status, of_job, cap
     assert found["problems"] == []
     assert main(["status", job.job_id]) == 0
     shown = capsys.readouterr().out
-    assert "training goes on with a new keeper" in shown
+    assert "training continues with a new keeper" in shown
     assert len(shown.splitlines()) <= 24
 
 
@@ -185,7 +185,7 @@ def test_a_keeper_that_is_stopped_is_one_line_within_the_deadline(job, status, c
         main(["status", job.job_id])
         lines = capsys.readouterr().out.split("\n")
 
-    text = f"keeper {keeper} does not answer within 2 s: it is stopped; `kill -CONT {keeper}` lets it go on"
+    text = f"keeper {keeper} does not answer within 2 s: it is stopped; `kill -CONT {keeper}` resumes it"
     assert code == 1
     [found] = said["jobs"]
     assert (found["answers"], found["problems"]) == (False, [text])

@@ -39,7 +39,7 @@ def test_a_snapshot_fits_any_other_world(job, end_keepers, taken, world, place, 
         else:
             assert job.output().count(f"captured by {world} ranks and is resumed by {ranks}:") == 1
             assert len({draws for *_, draws in (*mine, *owned)}) == ranks + world
-        assert ("random numbers begin anew" in job.output()) == (ranks != world)
+        assert ("random numbers are new" in job.output()) == (ranks != world)
 
 
 @pytest.mark.parametrize(("taken", "kind", "ranks"), [("ddp", "fsdp", 3), ("fsdp", "plain", 1)])

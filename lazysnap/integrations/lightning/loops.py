@@ -51,14 +51,14 @@ def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
         reached_limit = f"max_epochs={fit_loop.max_epochs}"
     if reached_limit:
         return (
-            f"this training had ended ({reached_limit}, at step {step}): raise that limit to go on, or begin "
+            f"this training had ended ({reached_limit}, at step {step}): raise that limit to continue, or begin "
             'fresh in another directory or without ckpt_path="latest"'
         )
     loops = state[EXTRAS]["loops"]
     if loops["should_stop"] and loops["between_epochs"]:
         return (
             f"this training had been stopped early, after step {step} (EarlyStopping, or trainer.should_stop): to "
-            'go on all the same, fit from a checkpoint instead of "latest"'
+            'continue anyway, fit from a checkpoint instead of "latest"'
         )
     return ""
 

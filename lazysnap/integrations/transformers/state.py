@@ -219,7 +219,7 @@ class TrainingState(ObjectState):
         matched, _ = self._matched(parts["callbacks"])
         if any(_has_run_out(exported) for _, exported in matched):
             return (
-                f"EarlyStoppingCallback had stopped it, after step {step} of {limit}; to go on all the same, leave "
+                f"EarlyStoppingCallback had stopped it, after step {step} of {limit}; to continue anyway, leave "
                 "that callback out"
             )
         return ""
