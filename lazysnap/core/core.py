@@ -83,8 +83,8 @@ class Core:
     def step(self, event: Event, now: float) -> list[Action]:
         """Take an event and decide.
 
-        Returns: actions, to be carried out in order. ``Hold``, ``VoidSlot``, ``FreeSlot``, ``AdoptSlots`` and
-            ``SetAwaitedStep`` want a ``SlotsSeen`` afterwards.
+        Returns: actions, to be carried out in order. After ``Hold``, ``Release``, ``VoidSlot``, ``FreeSlot``,
+            ``AdoptSlots`` and ``SetAwaitedStep`` the next event must be a ``SlotsSeen``.
         """
         self.now = now
         self._actions = []

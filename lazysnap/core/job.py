@@ -3,10 +3,11 @@
 ::
 
     decide, until nothing changes any more:
-        node         which grants are missed, which slots are to be held?
+        node         which grants are missed?
         tasks        what does each level do next?
         report       to the coordinator: of another node by a message, the own one at once
         coordinator  what is complete, which step is granted next?  ──order──> node
+    then, once: which slots are held, which captures are awaited?
 
 One rank alone on one node is the case of a coordinator whose only node is its own. A node whose trainers are gone, and
 that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
@@ -224,14 +225,16 @@ class JobCore:
         for _ in range(MAX_ROUNDS):
             unanswered = self.node.unanswered(wants.required, wants.names)
             self.node.find_missed(ranks, unanswered)
-            self._hold_slots(ranks, unanswered)
             for index, level in enumerate(self.level_tasks):
                 self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
                 break
             self.node.obey(order)
-        awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
+        unanswered = self.node.unanswered(wants.required, wants.names)
+        # After all rounds: a slot that one round releases and a later one reads would be read without a hold.
+        self._hold_slots(ranks, unanswered)
+        awaited_step = self._first_awaited(unanswered, ranks)
         if awaited_step != self._awaited_step:
             self._awaited_step = awaited_step
             self._actions.append(SetAwaitedStep(awaited_step))

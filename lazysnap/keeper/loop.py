@@ -298,13 +298,12 @@ class Keeper:
         slot = self._slots.find(action.rank, action.slot_id)
         if slot is None:
             return  # freed since the core saw it
+        self._must_observe = True
         match action:
             case VoidSlot():
                 slot.void(action.sequence)
-                self._must_observe = True
             case Hold():
                 slot.hold(action.sequence, self._slots.of_rank(action.rank), action.num_kept)
-                self._must_observe = True
                 faults.point("keeper.slot_held")
             case Release():
                 slot.release()
