@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 AHEAD_S = 10.0
 """Seconds for which a node waits until another one begins to capture the step."""
+_PIECE_BYTES = 16 << 20
+"""Memory that is zeroed at a time."""
 Result = TypeVar("Result")
 
 
@@ -84,20 +86,27 @@ class ParityStore:
         self._spare: list[memoryview] = []
         """Memory of the parity that was released last, for the next one."""
 
-    def buffers(self, count: int, size_bytes: int) -> list[memoryview]:
-        """Return zeroed memory for the files of that many stripes. Blocks. Raises: MemoryBoundExceeded."""
+    def buffers(self, count: int, size_bytes: int, beat: Callable[[], None]) -> list[memoryview]:
+        """Return zeroed memory for the files of that many stripes, with all pages in place.
+
+        Blocks: ``beat`` is called again and again, and ends the call by what it raises. Raises: MemoryBoundExceeded.
+        """
         with self._lock:
             spare = self._spare
             self._spare = []
         buffers = [buffer for buffer in spare if len(buffer) == size_bytes][:count]
         del spare  # what has another size goes back to the machine before more is taken
         for buffer in buffers:
-            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)
+            for _ in _zero(buffer):
+                beat()
         num_missing = count - len(buffers)
-        if num_missing:
-            NODE.check(num_missing * size_bytes, "parity for other nodes")
-        for _ in range(num_missing):
-            buffers.append(map_anonymous(size_bytes))
+        with NODE.reserved(num_missing * size_bytes, "parity for other nodes") as populated:
+            for _ in range(num_missing):
+                buffer = map_anonymous(size_bytes)
+                for piece_bytes in _zero(buffer):
+                    populated(piece_bytes)
+                    beat()
+                buffers.append(buffer)
         return buffers
 
     def add(self, parity: ParitySet) -> None:
@@ -140,6 +149,15 @@ class ParityStore:
                 if (parity.description.start, parity.description.step) == (start, step):
                     return parity
         return None
+
+
+def _zero(buffer: memoryview) -> Iterator[int]:
+    """Write zeros, which puts pages in place. Yields the bytes of each piece once they are written."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    for offset in range(0, len(buffer), _PIECE_BYTES):
+        piece_bytes = min(_PIECE_BYTES, len(buffer) - offset)
+        ctypes.memset(address + offset, 0, piece_bytes)
+        yield piece_bytes
 
 
 @dataclass
@@ -303,7 +321,7 @@ class GroupReader:
             self._group, tuple(member.size_bytes for member in description.members), description.block_bytes
         )
         places = self._group.parities(self._position)
-        files = self._context.store.buffers(len(places), pieces.stripe_bytes)
+        files = self._context.store.buffers(len(places), pieces.stripe_bytes, self._control.beat)
         stripes = []
         for (number, row), file in zip(places, files, strict=True):
             stripes.append(_Stripe(pieces, number, row, file))

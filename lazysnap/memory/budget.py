@@ -45,12 +45,6 @@ class Budget:
     def _free_bytes(self) -> int:
         return max(0, available_bytes() - _RESERVE_BYTES - self._reserved - self._growth_bytes())
 
-    def check(self, size_bytes: int, purpose: str) -> None:
-        """Check that so much memory is free. ``purpose``: its use, for the message. Raises: MemoryBoundExceeded."""
-        free = self.free_bytes()
-        if size_bytes > free:
-            raise MemoryBoundExceeded(_shortage(size_bytes, free, purpose))
-
     @contextlib.contextmanager
     def reserved(self, size_bytes: int, purpose: str) -> Iterator[Callable[[int], None]]:
         """Reserve memory while it is populated. ``purpose``: its use, for messages.
