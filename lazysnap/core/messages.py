@@ -81,7 +81,10 @@ class RedundancySettings(Struct, frozen=True):
     """Parity of the captures of this node in the memory of the other nodes of its group."""
 
     every_n_steps: int = 10
-    timeout_s: float = 120.0
+    timeout_s: float = 30.0
+    """See ``LevelSettings.timeout_s``. While a task hangs two slots are held, so captures find none. The last boundary
+    of a training waits for one, ``io_timeout_s`` at most: the hang ends sooner.
+    """
     members: tuple[int, ...] = ()
     """Numbers of the nodes of the group, this one included."""
     parity: int = 1

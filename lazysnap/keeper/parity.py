@@ -328,7 +328,7 @@ class GroupReader:
         subject = PartOf(description.start, description.step, description.most_lost)
         self._of_all(partial(self._add_pieces, subject, stripes))
         for stripe in stripes:
-            stripe.finish()
+            stripe.finish(self._control.beat)
         return ParitySet(description, {stripe.number: stripe.file for stripe in stripes})
 
     def _add_pieces(self, subject: PartOf, stripes: "Sequence[_Stripe]", position: int) -> None:
@@ -396,9 +396,10 @@ class _Stripe:
         offset = self._pieces.checksum_at(column, block)
         self.file[offset : offset + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
 
-    def finish(self) -> None:
-        """Note the checksums of the parity itself: all blocks are added."""
+    def finish(self, beat: Callable[[], None]) -> None:
+        """Note the checksums of the parity itself: all blocks are added. ``beat`` is called before each one."""
         block_bytes = self._pieces.block_bytes
         for block in range(self._pieces.num_blocks):
+            beat()
             parity = self.file[block * block_bytes : (block + 1) * block_bytes]
             self._set_checksum(self._pieces.group.pieces, block, xxhash.xxh3_64_intdigest(parity))

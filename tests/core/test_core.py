@@ -4,6 +4,7 @@ import pytest
 from msgspec import structs
 from support.core_world import slot_view
 
+from lazysnap.config import SnapshotConfig
 from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
@@ -647,6 +648,11 @@ class TestRequiredSteps:
         assert not of_kind(done, actions.Release)
         assert driver.core.job.node.protected == StepKey(START, 4)
         assert driver.core.job.node.levels[0].stored == {StepKey(START, 4)}
+
+
+def test_parity_that_hangs_is_given_up_before_a_last_boundary_gives_up():
+    """Both hold slots: the last capture of a training would find none."""
+    assert RedundancySettings().timeout_s < SnapshotConfig().io_timeout_s
 
 
 class TestLevelsByTime:
