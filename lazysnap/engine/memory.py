@@ -275,8 +275,8 @@ class Memory:
         self.protection.lose(cause, is_reported=self.client.refusal() is not None)
 
     def _refusal(self) -> str:
-        """Return why the keeper makes no further slot; empty if it does, or that was answered. Hot."""
-        text = self.client.state.memory_refusal
+        """Return why there is no further slot; empty if one may come, or that was answered. Hot."""
+        text = self.client.memory_refusal
         if not self.client.is_connected or text == self._ignored_refusal:
             return ""
         return text
@@ -319,6 +319,7 @@ class Memory:
             self._next_retry_s = now_s + self._config.io_timeout_s
             self.client.start()
             self.prepare()  # the keeper may have failed before anything was asked for
+            self.ask_again()
 
     def await_all(self, timeout_s: float) -> bool:
         """Block until all slots are there; ``False`` after the deadline, or once there is no memory for them."""

@@ -140,10 +140,15 @@ class KeeperClient:
     # Memory
 
     def ask_memory(self, wish: MemoryWish | None) -> None:
-        """Ask for slots, or for none. Does not block: they show up in ``slots``, or in ``state`` why there are none."""
+        """Ask for slots, or for none. Does not block: see ``slots`` and ``memory_refusal``."""
         if wish is not None:
             self._link.slots.want()
         self._link.update(structs.replace, memory=wish)
+
+    @property
+    def memory_refusal(self) -> str:
+        """Why there is no memory for the next slot, or a slot is of no use; empty otherwise. Hot."""
+        return self._link.state.memory_refusal or self._link.slots.problem
 
     def make_ready(self, work: Callable[[TrainerSlot], None]) -> None:
         """Have ``work`` done in the background for every slot, after ``populate`` and before ``slots`` shows it."""

@@ -22,7 +22,7 @@ from typing import Concatenate, ParamSpec
 from msgspec import structs
 
 from lazysnap.core.messages import Farewell, KeeperState, TrainerState
-from lazysnap.errors import FormatError, JobBusy, KeeperError
+from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.mapped_slots import Doorbell, MappedSlots
 from lazysnap.keeper.questions import Answer, Question
@@ -141,7 +141,6 @@ class TrainerLink:
         """The state that was sent last."""
         self._asked: set[int] = set()
         """Numbers of the questions that were sent."""
-        self._mapping_problem = ""
         _live_links.add(self)
 
     # Any thread
@@ -164,8 +163,13 @@ class TrainerLink:
             if is_trying or self.is_left:
                 return
             self.error = None
-            self._thread = threading.Thread(target=self._run, name="lazysnap-keeper", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="lazysnap-keeper", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the machine has no thread left
+                self._give_up(KeeperError(f"no keeper can be connected: {error}"))
+                return
+            self._thread = thread
 
     def update(
         self, change: Callable[Concatenate[TrainerState, P], TrainerState], *arguments: P.args, **fields: P.kwargs
@@ -320,7 +324,7 @@ class TrainerLink:
         self._channel = served.channel
         self._sent = served.sent
         self._asked = set()
-        self._mapping_problem = ""
+        self.slots.begin_connection()
         frames = list(served.frames)
         try:
             first = next(frame for frame in frames if frame.message is served.state)
@@ -417,7 +421,8 @@ class TrainerLink:
         """Take a message of the keeper. A refusal is followed by the end of the connection, and needs no care here."""
         message = frame.message
         if isinstance(message, KeeperState) and not message.refusal:
-            self._map_all(frame.descriptors)
+            while frame.descriptors:
+                self.slots.map(frame.descriptors.pop(0), self.trainer.returned)
             self._take_state(message)
         elif isinstance(message, Answer):
             with self._changed:
@@ -426,18 +431,8 @@ class TrainerLink:
         frame.close()
         self._notify()
 
-    def _map_all(self, descriptors: list[int]) -> None:
-        """Map slots. One that cannot be mapped is memory that was refused: nothing else would say why none comes."""
-        while descriptors:
-            try:
-                self.slots.map(descriptors.pop(0), self.trainer.returned)
-            except (FormatError, OSError) as error:
-                self._mapping_problem = f"a slot of the keeper cannot be mapped: {error}"
-
     def _take_state(self, state: KeeperState) -> None:
         """Replace the keeper's state, and drop what it answers from the trainer's."""
-        if self._mapping_problem and not state.memory_refusal:
-            state = structs.replace(state, memory_refusal=self._mapping_problem)
         slot_ids = tuple(slot.slot_id for slot in self.slots.all)
         with self._changed:
             trainer = structs.replace(self.trainer, slots=slot_ids, waited_s=self.waited_s)

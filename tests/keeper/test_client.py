@@ -28,13 +28,14 @@ from lazysnap.core.messages import (
     StepKey,
 )
 from lazysnap.errors import JobBusy, KeeperError
-from lazysnap.keeper import search, trainer_link
+from lazysnap.keeper import mapped_slots, search, trainer_link
 from lazysnap.keeper.asking import NeighbourMemory, ask
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import Answer, KeptMemory, Question, SlotFacts
 from lazysnap.keeper.trainer_link import Silence
+from lazysnap.memory.slots import make_slot
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -390,8 +391,46 @@ def test_a_slot_that_cannot_be_mapped_is_memory_that_was_refused(client, peer, s
     os.close(empty)
 
     is_ready(client)
-    assert client.state.memory_refusal.startswith("a slot of the keeper cannot be mapped: ")
+    assert client.memory_refusal.startswith("a slot of the keeper cannot be mapped: ")
     assert client.is_connected
+
+
+def test_a_slot_that_cannot_be_populated_is_reported_and_tried_again(client, peer, tmp_path, monkeypatch):
+    """Else captures find no slot for ever, and nothing says why."""
+    monkeypatch.setattr(mapped_slots, "_AGAIN_S", 0.01)
+    with contextlib.closing(make_slot(4096, 1 << 16, str(tmp_path))) as slot:
+        peer.send([slot.descriptor], slots=(slot.slot_id,))
+        assert until(client.mapped)
+        os.ftruncate(slot.descriptor, slot.size_bytes - 4096)  # its last page cannot be entered
+
+        client.ask_memory(WISH)
+        assert until(lambda: client.memory_refusal)
+        assert client.slots() == ()
+
+        os.ftruncate(slot.descriptor, slot.size_bytes)
+        is_ready(client)
+        assert client.memory_refusal == ""
+
+
+def test_without_a_thread_there_is_no_memory_and_no_error(client, peer, slot):
+    """Training goes on: neither the connection nor the pages of slots are worth its end."""
+    peer.send([slot.descriptor], slots=(slot.slot_id,))
+    assert until(client.mapped)
+    other = KeeperClient(client._identity, local_rank=1, linger_s=60.0, io_timeout_s=TIMEOUT_S)
+    stack_bytes = threading.stack_size(1 << 47)  # more than there are addresses
+    try:
+        client.ask_memory(WISH)
+        other.start()
+    finally:
+        threading.stack_size(stack_bytes)
+
+    assert "thread" in client.memory_refusal
+    assert "thread" in other.failure()
+    other.leave(Farewell.LEFT, timeout_s=0.0)
+
+    client.ask_memory(WISH)
+    is_ready(client)
+    assert client.memory_refusal == ""
 
 
 def test_a_returned_slot_is_unmapped_and_said_until_the_keeper_freed_it(client, peer, slot):
