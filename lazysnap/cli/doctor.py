@@ -27,8 +27,8 @@ from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage, probe, probe_name
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.levels.watched import WatchedStorage
+from lazysnap.memory.available import available_bytes
 from lazysnap.memory.budget import MemoryBoundExceeded
-from lazysnap.memory.limits import available_bytes
 from lazysnap.memory.slot_files import check_room
 from lazysnap.memory.slots import TrainerSlot, make_slot
 from lazysnap.shard.checksum import BLOCK_BYTES

@@ -40,7 +40,7 @@ class Coordinator:
     """Random for the first one of a keeper, then one more each time. It distinguishes this coordinator from earlier
     ones, which nodes may still answer.
     """
-    job: int
+    job_digest: int
     """``JobCore.digest``: the settings that all nodes have."""
     num_nodes: int
     levels: tuple[LevelGrants, ...]
@@ -87,13 +87,13 @@ class Coordinator:
             for named in report.names:
                 self.to_name.add(named.key)
             self.to_protect.update(report.protect)
-            if report.left is not None:
-                captures_left.append(set(report.left))
+            if report.captures_left is not None:
+                captures_left.append(set(report.captures_left))
         self.captures_left = None
         if len(captures_left) == len(self.reports):
             self.captures_left = set.intersection(*captures_left)
         for index, level in enumerate(self.levels):
-            level.take_reports([report.levels[index] for report in self.reports.values()])
+            level.receive([report.levels[index] for report in self.reports.values()])
 
     def deadlines(self, now: float) -> list[float]:
         """Return the times at which a level becomes due."""
@@ -115,7 +115,7 @@ class Coordinator:
             else:
                 orders.append(level.order(required, self._named_keys(index)))
         return Order(
-            job=self.job,
+            job=self.job_digest,
             coordinator=self.number,
             levels=tuple(orders),
             is_preempted=any(report.is_preempted for report in self.reports.values()),
@@ -136,15 +136,15 @@ class Coordinator:
         if len(self.reports) == self.num_nodes:
             for level in self.levels:
                 self._count_level(level)
-            self._find_lost()
+            self._count_lost()
             if ranks and self._is_training_on_all():
                 self._give_up_what_is_gone(ranks)
             # In this order a slower level sees what a faster one has, and redundancy which step storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
-            self._find_overtaken(ranks)
+            self._overtake_grants(ranks)
             self._give_up_what_nobody_has()
-            self.is_drained = self._find_drained()
+            self.is_drained = self._is_all_drained()
         order = self.order()
         if order == self.last_order:
             return None
@@ -224,7 +224,7 @@ class Coordinator:
         # Else some nodes captured their last step and others did not: wait until all did.
 
     def _is_training_on_all(self) -> bool:
-        return all(report.left is None for report in self.reports.values())
+        return all(report.captures_left is None for report in self.reports.values())
 
     def _grant_what_is_left(self, index: int) -> None:
         """Nobody trains any more: grant what must be stored of the captures that all nodes have."""
@@ -340,7 +340,7 @@ class Coordinator:
                 return []
         return ahead
 
-    def _find_overtaken(self, ranks: Sequence[RankView]) -> None:
+    def _overtake_grants(self, ranks: Sequence[RankView]) -> None:
         """Let go of the grants that nobody requires where a required step could be stored at once.
 
         Once nobody trains any more nothing is written over, and one step is stored after the other.
@@ -503,9 +503,9 @@ class Coordinator:
     def _lose(self, key: StepKey) -> None:
         """The slots do not have a required step any more."""
         self.gone.add(key)
-        self._find_lost()
+        self._count_lost()
 
-    def _find_lost(self) -> None:
+    def _count_lost(self) -> None:
         """Count what is gone as lost, unless a level has it."""
         if not self._is_storage_open():
             return
@@ -540,7 +540,7 @@ class Coordinator:
                 keys.add(key)
         return keys
 
-    def _find_drained(self) -> bool:
+    def _is_all_drained(self) -> bool:
         if self.captures_left is None:
             return False
         return all(self._is_level_drained(index) for index in range(len(self.levels)))

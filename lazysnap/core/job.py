@@ -10,7 +10,7 @@
     then, once: which slots are held, which captures are awaited?
 
 One rank alone on one node is the case of a coordinator whose only node is its own. A node whose trainers are gone, and
-that reaches no coordinator, is its own coordinator, too: it stores what it has (``find_coordinator``).
+that reaches no coordinator, is its own coordinator, too: it stores what it has (``choose_coordinator``).
 """
 
 import math
@@ -23,6 +23,7 @@ from lazysnap.core.actions import Action, Hold, Release, Send, SetAwaitedStep, T
 from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
+    COORDINATOR_NODE,
     GrantProgress,
     JobSettings,
     KeeperAlert,
@@ -49,7 +50,6 @@ MAX_ROUNDS = 8
 """Most rounds of ``decide`` for one event: an order leads to a report, and that to the next order. Two or three are
 usual; what would be left after all of them is decided with the next event.
 """
-COORDINATOR_NODE = 0
 
 
 class JobCore:
@@ -186,10 +186,10 @@ class JobCore:
         """Return True if only silence is missing for a node to store what it has alone."""
         return self.settings.num_nodes > 1 and is_draining and not self._is_alone
 
-    def find_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
+    def choose_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
         """Choose between the coordinator of all nodes and one of this node alone.
 
-        A node that drains, and hears nothing of the others, becomes its own coordinator until a trainer comes.
+        A node that drains, and receives nothing from the others, becomes its own coordinator until a trainer comes.
 
         Args:
             now: seconds of a monotonic clock.
@@ -219,12 +219,12 @@ class JobCore:
         self._actions = []
         # Before any decision: what other nodes protect with an earlier start stays held.
         self.node.inherit(ranks)
-        self.node.find_spare_slots(ranks)
-        self.node.is_choosing = wants.is_choosing
+        self.node.check_spare_slots(ranks)
+        self.node.is_restoring = wants.is_restoring
         wants = self._with_newest(wants, ranks)
         for _ in range(MAX_ROUNDS):
             unanswered = self.node.unanswered(wants.required, wants.names)
-            self.node.find_missed(ranks, unanswered)
+            self.node.give_up_missed(ranks, unanswered)
             for index, level in enumerate(self.level_tasks):
                 self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
             order = self._exchange(self._report(ranks, wants), ranks, now)
@@ -279,7 +279,7 @@ class JobCore:
             names=wants.names,
             protect=wants.protect,
             is_preempted=wants.is_preempted,
-            left=captures_left,
+            captures_left=captures_left,
             knows_drained=self.node.order.is_drained,
         )
 

@@ -77,8 +77,8 @@ class LevelGrants:
         """True if every node obeyed the last order."""
         return all(report.version == self.version for report in self.reports)
 
-    def take_reports(self, reports: list[LevelReport]) -> None:
-        """Take what the nodes reported."""
+    def receive(self, reports: list[LevelReport]) -> None:
+        """Replace the reports of all nodes, and what follows from them."""
         self.reports = reports
         self.is_listing = False
         self.is_ready = True

@@ -24,12 +24,15 @@ Words of ``core``:
 import enum
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 PROTOCOL = 2
 """Raised with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report`` and
 ``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
 """
+
+COORDINATOR_NODE = 0
+"""The node whose keeper is the coordinator. All others connect to it."""
 
 MAX_IN_MESSAGE = 32
 """Complete snapshots of a level in one message: so many of the newest, or more where ``keep_last`` wants that. Those
@@ -338,7 +341,7 @@ class Report(Struct, frozen=True, tag="report"):
     """Steps that trainers want protected by other nodes."""
     is_preempted: bool = False
     """True if the processes of some rank of the node are about to be killed."""
-    left: tuple[StepKey, ...] | None = None
+    captures_left: tuple[StepKey, ...] | None = field(default=None, name="left")
     """Captures that all ranks of the node hold whole, once none of them captures any more; else None."""
     knows_drained: bool = False
     """True once it read an order that says ``is_drained``."""

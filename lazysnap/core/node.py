@@ -289,7 +289,7 @@ class NodeLevel:
         for named in self.names:
             spared.add(named.key)
         keys = sorted(self.leftovers - {self.grant})
-        retention = Retention.of_level(self.settings)
+        retention = Retention(self.settings.keep_last, self.settings.keep_every_n_steps)
         for key in sorted((self.stored | self.unusable) - spared):
             if retention.may_delete(key, self.order.complete, self.order.cancelled):
                 keys.append(key)
@@ -324,7 +324,7 @@ class Node:
     """Those of storage; then redundancy, if there is any."""
     order: Order = NO_ORDER
     """The last order."""
-    is_choosing: bool = False
+    is_restoring: bool = False
     """True while a trainer restores: what would be deleted now may be what it chooses."""
     protected: StepKey | None = None
     """The capture whose slots and parity stay until a newer one is protected. A new keeper takes the oldest of those
@@ -405,12 +405,12 @@ class Node:
 
     def expired(self, index: int) -> list[StepKey]:
         """Return what may be deleted at a level: no slower level reads it, and no names tell that it stays."""
-        if not self.order.may_delete or self.is_choosing:
+        if not self.order.may_delete or self.is_restoring:
             return []
         read_by_slower = {level.wanted_key for level in self.levels if level.order.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
-    def find_spare_slots(self, ranks: Sequence[RankView]) -> None:
+    def check_spare_slots(self, ranks: Sequence[RankView]) -> None:
         """Give redundancy up while a rank has no slot to spare for it.
 
         Ranks of earlier starts do not count, nor those that restore: what is protected may be what they read.
@@ -424,7 +424,7 @@ class Node:
             self.redundancy.become_slotless()
             self.protected = None
 
-    def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
+    def give_up_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
         """Give up the grants that this node cannot follow any more, and those that a required step overtook.
 
         Of a grant whose write runs already, ``LevelTasks`` cancels the write.

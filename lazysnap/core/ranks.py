@@ -51,7 +51,7 @@ class Wants(Struct, frozen=True):
     """Names that are to be taken away."""
     is_preempted: bool = False
     """True if the process of some rank is about to be killed."""
-    is_choosing: bool = False
+    is_restoring: bool = False
     """True while a trainer restores: what would be deleted now may be what it chooses."""
 
 
@@ -313,7 +313,7 @@ class Ranks:
         names: set[NamedStep] = set()
         released: set[str] = set()
         is_preempted = False
-        is_choosing = False
+        is_restoring = False
         self.is_served = False
         for rank in self.all:
             state = rank.state
@@ -328,14 +328,14 @@ class Ranks:
             if rank.is_served:
                 self.is_served = True
                 is_preempted = is_preempted or state.is_preempted
-                is_choosing = is_choosing or state.start == 0
+                is_restoring = is_restoring or state.start == 0
         self.wants = Wants(
             required=tuple(sorted(required)),
             protect=tuple(sorted(protect)),
             names=tuple(sorted(names)),
             released=frozenset(released),
             is_preempted=is_preempted,
-            is_choosing=is_choosing,
+            is_restoring=is_restoring,
         )
 
     def former_slots(self, num_ranks: int) -> list[Action]:

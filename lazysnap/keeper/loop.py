@@ -291,7 +291,7 @@ class Keeper:
         self._loop.stop()
 
     def _set_awaited_step(self, step: int | None) -> None:
-        self._node_page.await_step(step)
+        self._node_page.set_awaited_step(step)
         self._must_observe = True  # the step may have begun a moment ago
 
     def _set_word(self, action: VoidSlot | Hold | Release) -> None:
@@ -414,5 +414,5 @@ class Keeper:
 
     def _answer_stop(self) -> None:
         """Answer the question whether the keeper can end, once that is known; end it if so."""
-        if self._answers.settle_stop():
+        if self._answers.decide_stop():
             self._loop.call_soon(self._handle, PlainEvent.TERMINATED)

@@ -182,7 +182,7 @@ class Doorbell:
 
     Example::
 
-        doorbell = Doorbell.take(keeper_pid, descriptors)
+        doorbell = Doorbell.attach(keeper_pid, descriptors)
         doorbell.ring(step=7)
     """
 
@@ -193,7 +193,7 @@ class Doorbell:
         weakref.finalize(self, _close_doorbell, page, event).atexit = False
 
     @classmethod
-    def take(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
+    def attach(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
         """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are not there."""
         if len(descriptors) < _NUM_DOORBELL_DESCRIPTORS:
             raise KeeperError(f"keeper {keeper_pid} sent no page of its words; end it with `kill {keeper_pid}`")

@@ -320,10 +320,10 @@ class GroupReader:
         pieces = Pieces(
             self._group, tuple(member.size_bytes for member in description.members), description.block_bytes
         )
-        places = self._group.parities(self._position)
-        files = self._context.store.buffers(len(places), pieces.stripe_bytes, self._control.beat)
+        stripe_rows = self._group.parities(self._position)
+        files = self._context.store.buffers(len(stripe_rows), pieces.stripe_bytes, self._control.beat)
         stripes = []
-        for (number, row), file in zip(places, files, strict=True):
+        for (number, row), file in zip(stripe_rows, files, strict=True):
             stripes.append(_Stripe(pieces, number, row, file))
         subject = PartOf(description.start, description.step, description.most_lost)
         self._of_all(partial(self._add_pieces, subject, stripes))

@@ -124,7 +124,7 @@ def _describe(task: Task) -> str:
         case WriteLevel():
             return f"copying step {task.key.step}"
         case ListLevel():
-            return "looking for what is there"
+            return "listing snapshots"
         case DeleteFiles():
             return "deleting old snapshots"
         case SetNames():
@@ -137,7 +137,7 @@ def _do_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskContr
         case WriteLevel():
             return _write(task, files, slots, control)
         case ListLevel():
-            return files.find(files.open(control.beat), task)
+            return files.list_snapshots(files.open(control.beat), task)
         case DeleteFiles():
             files.delete(files.open(control.beat), task.keys)
         case SetNames():

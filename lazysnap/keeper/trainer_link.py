@@ -328,9 +328,9 @@ class TrainerLink:
         frames = list(served.frames)
         try:
             first = next(frame for frame in frames if frame.message is served.state)
-            doorbell = Doorbell.take(served.state.pid, first.descriptors)
+            doorbell = Doorbell.attach(served.state.pid, first.descriptors)
             while frames:
-                self._take(frames.pop(0))
+                self._receive(frames.pop(0))
         finally:
             for frame in frames:
                 frame.close()
@@ -377,7 +377,7 @@ class TrainerLink:
                 self.is_silent = silence.is_silent
                 self._notify()
             while frames:
-                self._take(frames.pop(0))
+                self._receive(frames.pop(0))
 
     def _wait_for_end(self, channel: Channel) -> None:
         """Block until the keeper closes the connection, at most ``_END_S``. It has written its last event then."""
@@ -417,13 +417,13 @@ class TrainerLink:
             return Question(about="memory", local_rank=local_rank)
         return None
 
-    def _take(self, frame: Frame) -> None:
+    def _receive(self, frame: Frame) -> None:
         """Take a message of the keeper. A refusal is followed by the end of the connection, and needs no care here."""
         message = frame.message
         if isinstance(message, KeeperState) and not message.refusal:
             while frame.descriptors:
                 self.slots.map(frame.descriptors.pop(0), self.trainer.returned)
-            self._take_state(message)
+            self._replace_state(message)
         elif isinstance(message, Answer):
             with self._changed:
                 if message.number in self._answers:
@@ -431,7 +431,7 @@ class TrainerLink:
         frame.close()
         self._notify()
 
-    def _take_state(self, state: KeeperState) -> None:
+    def _replace_state(self, state: KeeperState) -> None:
         """Replace the keeper's state, and drop what it answers from the trainer's."""
         slot_ids = tuple(slot.slot_id for slot in self.slots.all)
         with self._changed:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rich.filesize import decimal
 
 from lazysnap.errors import KeeperError
-from lazysnap.memory.limits import available_bytes
+from lazysnap.memory.available import available_bytes
 
 _RESERVE_BYTES = 256 << 20
 """Free memory that is left to the rest of the machine."""

@@ -674,7 +674,6 @@ class TestLevelsByTime:
 
         assert Hold(0, 1, sequence=3, num_kept=1) in driver.pass_time(30.0)
 
-
     def test_what_a_level_failed_to_store_stays_held_for_the_level_that_stores_it_instead(self):
         """One event ends the first write and begins the second: the slot is not released between the two."""
         slow = structs.replace(self.LEVEL, url="slow")

@@ -470,12 +470,12 @@ def test_sequence_numbers_grow_beyond_all_that_memory_holds(client, peer, slot):
 
 
 def test_the_keeper_is_woken_for_the_steps_that_it_awaits(client, peer):
-    peer.page.await_step(7)
+    peer.page.set_awaited_step(7)
     client.wake(6)
     assert not peer.is_awake()
     client.wake(7)
     assert peer.is_awake()
-    peer.page.await_step(None)
+    peer.page.set_awaited_step(None)
     client.wake(8)
     assert not peer.is_awake()
 
