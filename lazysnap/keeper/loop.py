@@ -74,33 +74,19 @@ _MAX_ROUNDS = 16
 """Times that the words are read again for one event. What is still to be seen then is seen with the next one."""
 
 
-def run_keeper(
-    listener: socket.socket, lock: KeeperLock, trainer: socket.socket | None = None, trouble: Trouble | None = None
-) -> int:
-    """Serve one job on this node until it is over.
-
-    Args:
-        listener: a socket that listens at the job's path.
-        lock: the lock of the job, which this process holds.
-        trainer: connection to the trainer that started this process.
-        trouble: the errors that are reported to trainers.
-
-    Returns: the exit status: 0 once the job is over, 1 after an error. Then memory is handed over by the trainers.
-    """
-    keeper = Keeper(lock, trouble)
-    keeper.listen(listener)
-    if trainer is not None:
-        keeper.connect(trainer)
-    return keeper.run()
-
-
 class Keeper:
     """Carries out what the core decides. Everything runs on the loop's thread, unless it says something else.
 
     Each action of the core leads to one part of the keeper.
     """
 
-    def __init__(self, lock: KeeperLock, trouble: Trouble | None) -> None:
+    def __init__(self, lock: KeeperLock, trouble: Trouble) -> None:
+        """Begin without connections.
+
+        Args:
+            lock: the lock of the job, which this process holds.
+            trouble: the errors that are reported to trainers.
+        """
         self._lock = lock
         self._trouble = trouble
         self._loop = asyncio.new_event_loop()
@@ -130,24 +116,26 @@ class Keeper:
         self._events = EventLog()
         self._answers = Answers(self._core, self._slots, self._connections, self._others, self._events)
 
-    def listen(self, listener: socket.socket) -> None:
-        """Accept connections there."""
+    def run(self, listener: socket.socket, trainer: socket.socket | None = None) -> int:
+        """Serve the job until it is over.
+
+        Args:
+            listener: a socket that listens at the job's path.
+            trainer: connection to the trainer that started this process.
+
+        Returns: the exit status: 0 once the job is over, 1 after an error. Then trainers hand their memory to another
+            keeper.
+        """
         self._connections.listen(listener)
-
-    def connect(self, trainer: socket.socket) -> None:
-        """Serve the trainer at the other end."""
-        self._connections.add(trainer)
-
-    def run(self) -> int:
-        """Serve the job until it is over. Returns: the exit status."""
+        if trainer is not None:
+            self._connections.add(trainer)
         self._loop.add_reader(self._wake, self._woken)
         self._loop.add_signal_handler(signal.SIGTERM, self._handle, PlainEvent.TERMINATED)
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm sends it to all processes of a step; it is for trainers
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
         self._loop.call_later(REFRESH_S, self._refresh_lock)
-        if self._trouble is not None:
-            self._trouble.notify = self._trouble_came
-            self._loop.call_soon(self._report_trouble)
+        self._trouble.notify = self._trouble_came
+        self._loop.call_soon(self._report_trouble)
         self._loop.call_soon(self._set_timer)
         faults.point("keeper.started")
         self._loop.run_forever()
@@ -228,7 +216,6 @@ class Keeper:
         self._loop.call_soon_threadsafe(self._report_trouble)
 
     def _report_trouble(self) -> None:
-        assert self._trouble is not None, "it was reported by it"
         while not self._trouble.texts.empty():
             self._handle(KeeperTrouble(self._trouble.texts.get()))
 
@@ -238,8 +225,6 @@ class Keeper:
         self._is_ending = True
         loop.stop()
         logger.error("the keeper ends: %s", context.get("message"), exc_info=context.get("exception"))
-        if self._trouble is None:
-            return
         alerts = []
         while not self._trouble.texts.empty():
             alerts.append(KeeperAlert("keeper", self._trouble.texts.get()))
