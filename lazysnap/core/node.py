@@ -32,7 +32,7 @@ class RankView(Struct, frozen=True):
 
     rank: int
     start: int
-    """The newest start of which a trainer came."""
+    """The start of its last trainer; 0 if there was none, or it still restores."""
     begun: int
     """Newest step that was begun in this start; before the first one the step from which the start goes on."""
     is_capturing: bool

@@ -262,12 +262,12 @@ class Ranks:
             rank.is_adopting = True
             actions.append(AdoptSlots(rank.number))
         if event.state.farewell is not Farewell.NONE:
-            actions += self._part(rank)
+            actions += self._trainer_leaves(rank)
         self._gather()
         return actions
 
-    def _part(self, rank: Rank) -> list[Action]:
-        """Its trainer leaves. To the last one of a training that is over, the end of the keeper is the answer."""
+    def _trainer_leaves(self, rank: Rank) -> list[Action]:
+        """A trainer leaves. To the last one of a training that is over, the end of the keeper is the answer."""
         is_over = rank.state is not None and rank.state.farewell is Farewell.OVER
         if is_over:
             rank.presence = Presence.ENDED

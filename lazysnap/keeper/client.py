@@ -70,7 +70,7 @@ class KeeperClient:
         error = self._link.error
         if error is not None:
             raise error
-        if self._link.is_left:
+        if self._link.is_leaving:
             raise KeeperError("this connection was closed: make another client")
         raise KeeperError(f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s")
 

@@ -146,7 +146,7 @@ class TrainerLink:
     # Any thread
 
     @property
-    def is_left(self) -> bool:
+    def is_leaving(self) -> bool:
         """True once this trainer leaves, or left."""
         return self._leave_by_s is not None
 
@@ -160,7 +160,7 @@ class TrainerLink:
         with self._changed:
             is_running = self._thread is not None and self._thread.is_alive()
             is_trying = is_running and self.error is None
-            if is_trying or self.is_left:
+            if is_trying or self.is_leaving:
                 return
             self.error = None
             thread = threading.Thread(target=self._run, name="lazysnap-keeper", daemon=True)
@@ -189,7 +189,7 @@ class TrainerLink:
         while True:
             with self._changed:
                 num_seen = self._num_changes
-                is_hopeless = self.error is not None or self.is_left
+                is_hopeless = self.error is not None or self.is_leaving
             if is_true(self.state):
                 return True
             with self._changed:

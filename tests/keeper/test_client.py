@@ -738,7 +738,7 @@ def test_a_training_that_is_over_wants_no_other_keeper_after_the_one_that_it_tol
     searched.state()
     leaving = threading.Thread(target=client.leave, args=(Farewell.OVER, 3 * TIMEOUT_S))
     leaving.start()
-    assert until(lambda: client._link.is_left)
+    assert until(lambda: client._link.is_leaving)
     searched.channel.close()
     told = keeper.accept()
     assert told.state().farewell is Farewell.OVER
