@@ -44,6 +44,32 @@ def is_running(pid):
         return False
 
 
+def test_a_start_of_a_keeper_that_hangs_does_not_hold_up_a_fork():
+    """Workers of a data loader are forked by the training thread; a keeper is started beside it."""
+    script = (
+        "import os\n"
+        "from lazysnap.keeper import launch\n"
+        "launch._FORK_WAIT_S = 0.01\n"
+        "for is_free in (False, True):\n"
+        "    lock = launch._starting\n"
+        "    if not is_free:\n"
+        "        lock.acquire()\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        os._exit(int(launch._starting.locked()))\n"
+        "    assert os.waitpid(pid, 0)[1] == 0\n"
+        "    assert lock.locked() is not is_free\n"
+        "    if not is_free:\n"
+        "        lock.release()\n"
+        "print('forked')"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    run = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True, timeout=60)
+
+    assert run.stdout == "forked\n", run.stderr
+
+
 @pytest.mark.slow
 def test_a_killed_trainers_newest_capture_waits_in_memory_for_the_next_trainer(job):
     first = job.trainer()
