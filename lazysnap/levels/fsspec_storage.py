@@ -172,10 +172,18 @@ class FsspecStorage(Storage):
         return self._make(f"creating {path}", path, "open", "wb", block_size=part_bytes(size_bytes))
 
     def rename(self, old: str, new: str) -> None:
-        """Give a finished file its final name. An old file is deleted first: some places refuse to replace one."""
-        if self.exists(new):
+        """Give a finished file its final name. An old file is deleted first only if the place does not replace it."""
+        action = f"renaming {old}"
+        paths = (self._path(old), self._path(new))
+        is_present = self.exists(new)
+        try:
+            self._change(action, "mv", *paths)
+        except LevelError:
+            if not is_present or not self.exists(old):
+                raise
+        if is_present and self.exists(old):  # not every driver raises if the place refuses
             self.delete(new)
-        self._change(f"renaming {old}", "mv", self._path(old), self._path(new))
+            self._change(action, "mv", *paths)
 
     # ---------------------------------------------------------------- abilities of the place
 
