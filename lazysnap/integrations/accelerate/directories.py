@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from lazysnap.console import say
 from lazysnap.core.messages import StepKey
 from lazysnap.engine import SnapshotEngine
 from lazysnap.errors import LevelError
-from lazysnap.exports.named import Named, forget_name, has_checkpoint, name_snapshot, named_in
+from lazysnap.exports.named import Named, delete_checkpoint, forget_name, has_checkpoint, name_snapshot, named_in
 from lazysnap.exports.process import start_export
 from lazysnap.integrations.accelerate.numbering import Numbering
 from lazysnap.integrations.accelerate.state import AcceleratorState
@@ -122,7 +121,7 @@ class Directories:
             stock(directory)
         if self._is_main_process:
             for superseded in self.numbering.superseded(directory):
-                shutil.rmtree(superseded, ignore_errors=True)
+                delete_checkpoint(superseded)
 
     def _release_deleted(self, engine: SnapshotEngine) -> None:
         """Release the snapshots whose directories were deleted, or name no snapshot any more. Collective."""
