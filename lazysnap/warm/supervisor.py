@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -22,14 +23,12 @@ _ENDED_ON_REQUEST = (-signal.SIGTERM, 128 + signal.SIGTERM)
 """Ends of a program that somebody asked to end: a preempted training exits with 143."""
 _SAME_EXIT_S = 30.0
 """A command that ends twice within that time in the same way, without a new step, is not started again."""
-_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_WORKER = """#!/bin/sh
-exec {python} -I -S -c 'import sys, types
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_WORKER = """import sys, types
 package = sys.modules["lazysnap"] = types.ModuleType("lazysnap")
-package.__path__ = ["{root}/lazysnap"]
+package.__path__ = [{package!r}]
 from lazysnap.warm.client import main
-main(sys.argv[1:])' {interpreter} "$@"
-"""
+main(sys.argv[1:])"""
 """A program in place of the interpreter of workers, without ``site`` and the rest of lazysnap: 0.05 s, not 0.3."""
 
 
@@ -56,8 +55,10 @@ def _name_workers(command: PythonCommand, directory: str) -> None:
     """
     os.makedirs(directory, 0o700, exist_ok=True)
     path = os.path.join(directory, "python")
+    program = _WORKER.format(package=_PACKAGE)
+    words = shlex.join([sys.executable, "-I", "-S", "-c", program, command.python])
     with open(path, "w") as file:
-        file.write(_WORKER.format(python=sys.executable, root=_ROOT, interpreter=command.python))
+        file.write(f'#!/bin/sh\nexec {words} "$@"\n')
     os.chmod(path, 0o700)
     if os.access(path, os.X_OK):  # not on a file system that is mounted with noexec
         os.environ.setdefault(client.PYTHON, path)
