@@ -168,10 +168,10 @@ def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
-    """Read the headers of all shards; ``verify``: as ``open_shard``.
+    """Read the headers of all shards; ``verify``: as ``open_shard``, and no file stays open.
 
-    The files stay open until the snapshot is closed (of very many the first ones): where the place allows, they can be
-    read even if retention deletes them meanwhile. ``plan``: of this catalogue.
+    Otherwise files stay open until the snapshot is closed (of very many the first ones): where the place allows, they
+    can be read even if retention deletes them meanwhile. ``plan``: of this catalogue.
     Blocks. Raises: FormatError, naming a shard that is damaged; LevelError; FileNotFoundError.
     """
     ranks: dict[FilePlace, list[int]] = defaultdict(list)
@@ -187,6 +187,8 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         blocks = files[place]
         for rank in ranks[place]:
             shards[rank] = open_shard(rank, blocks, verify=verify)
+        if verify:
+            blocks.close()  # else it keeps the first block of each shard
         blocks.release()
 
     try:
