@@ -85,7 +85,7 @@ class TaskControl:
             self._post(TaskMoved(self.task.level, self.task.number))
 
     def count(self, num_bytes: int) -> None:
-        """Count bytes that were moved, on any thread. See ``levels.source.Progress``."""
+        """Count bytes that were moved, on any thread. See ``levels.source.ByteCounter``."""
         with self._counting:
             self.moved_bytes += num_bytes
 

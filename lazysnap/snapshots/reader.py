@@ -10,7 +10,7 @@ from typing import TypeVar
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import Blocks, FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.source import Progress, no_progress
+from lazysnap.levels.source import ByteCounter, no_progress
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -223,7 +223,7 @@ def retry_if_deleted(storage: Storage, attempt: Callable[[Catalogue], Result]) -
     ) from last_error
 
 
-def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
+def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: ByteCounter = no_progress) -> None:
     """Read these bytes of shards as ``blocks.fill`` does; also compare headers that were not compared yet."""
     jobs_of_blocks: dict[Blocks, list[WantedBytes]] = defaultdict(list)
     for shard, parts in jobs.items():

@@ -48,7 +48,8 @@ def test_a_full_disk_and_a_place_that_no_level_can_have_are_bad(capsys, tmp_path
 
 def test_a_level_that_hangs_is_bad_and_does_not_keep_the_command(tmp_path):
     program = (
-        "import sys; from lazysnap.cli import doctor, main; doctor._TRIAL_S = 0.5; sys.exit(main(['doctor', *sys.argv[1:]]))"
+        "import sys; from lazysnap.cli import doctor, main; doctor._TRIAL_S = 0.5; "
+        "sys.exit(main(['doctor', *sys.argv[1:]]))"
     )
     # The first write is that of the small object.
     environment = {**os.environ, "LAZYSNAP_FAULT": "level.local.write:2:hang"}
