@@ -58,11 +58,11 @@ class Level:
         """Start to open the level: packages are imported, sessions made. Does not block."""
         Watchdog(lambda beat: self._open(), f"opening {self.url}", self._level.timeout_s)
 
-    def begin_names(self, *, marked: bool) -> Watchdog[Listing]:
+    def begin_names(self, *, stamped: bool) -> Watchdog[Listing]:
         """Start to list the names of the snapshots at the level. Does not block."""
 
         def names(storage: Storage) -> Listing:
-            return list_names(storage, marked=marked)
+            return list_names(storage, stamped=stamped)
 
         return self._begin("listing", names)
 
@@ -134,7 +134,7 @@ def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], Non
     A level that does not answer is skipped; ``note`` receives a line about it. Blocks: all are listed at once, each at
     most ``timeout_s`` without progress.
     """
-    answers = [Level(level).begin_names(marked=False) for level in levels]
+    answers = [Level(level).begin_names(stamped=False) for level in levels]
     names = []
     for level, answer in zip(levels, answers, strict=True):
         try:
