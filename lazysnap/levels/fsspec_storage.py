@@ -38,6 +38,7 @@ class Abilities:
 
 
 _abilities: dict[str, Abilities] = {}
+"""By a digest of URL and options."""
 MAX_PARTS = 10_000
 """The most parts of an object that object stores allow."""
 
@@ -187,16 +188,13 @@ class FsspecStorage(Storage):
 
     # ---------------------------------------------------------------- abilities of the place
 
-    def _place(self) -> str:
-        return digest(json.dumps([self.url, self._options], sort_keys=True, default=str).encode())
-
     def abilities(self) -> Abilities:
         """Return the behaviour of the place. Tested by a write, once per process. Raises: LevelError."""
-        place = self._place()
-        abilities = _abilities.get(place)
+        key = digest(json.dumps([self.url, self._options], sort_keys=True, default=str).encode())
+        abilities = _abilities.get(key)
         if abilities is None:
             abilities = self._try_out()
-            _abilities[place] = abilities
+            _abilities[key] = abilities
         return abilities
 
     def _try_out(self) -> Abilities:
