@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName, is_directory_of_ours, parse_file_name
-from lazysnap.warm.place import ENVIRONMENT as RUNTIME_DIRECTORY
+from lazysnap.warm.directories import ENVIRONMENT as RUNTIME_DIRECTORY
 
 LOGS = "lazysnap-chaos"
 """The directory of all logs, in the current one."""

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
-from lazysnap.levels.base import places_of
+from lazysnap.levels.node_base import places_of
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import ByteCounter, map_anonymous, no_progress
 from lazysnap.levels.storage import Reader

@@ -9,8 +9,8 @@ from functools import partial
 
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels.base import BlockPlaces, Ranges, base_of, places_of
 from lazysnap.levels.leftovers import is_stale
+from lazysnap.levels.node_base import BlockPlaces, Ranges, base_of, places_of
 from lazysnap.levels.source import BlockSource, ByteCounter, no_progress
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads

@@ -3,7 +3,7 @@
 The layout (docs/format.md)::
 
     step-00001000-<run>-<start>/node-00000-of-00001.safetensors     the shards of the ranks of a node
-    step-00001000-<run>-<start>/node-00000-of-00001.base            their frozen tensors (levels.base)
+    step-00001000-<run>-<start>/node-00000-of-00001.base            their frozen tensors (levels.node_base)
     step-00001000-<run>-<start>/node-00000-of-00001.json
     step-00001000-<run>-<start>/keep-before-anneal
 

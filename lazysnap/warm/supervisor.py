@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lazysnap.errors import ConfigError
 from lazysnap.warm import client, steps
 from lazysnap.warm.command import PythonCommand, python_command
-from lazysnap.warm.place import owner_directory
+from lazysnap.warm.directories import owner_directory
 
 _PR_SET_PDEATHSIG = 1
 _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}

@@ -22,7 +22,7 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import PROTOCOL
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.questions import LevelFacts, NodeState
-from lazysnap.warm.place import ENVIRONMENT
+from lazysnap.warm.directories import ENVIRONMENT
 
 SHELL = ["/bin/sh", "-c", "read line", "-m", "lazysnap.keeper", "--job=a", "--node=b", "--socket=00"]
 """A process that looks like a keeper in lists of processes."""
