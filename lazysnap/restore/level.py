@@ -18,7 +18,7 @@ from lazysnap.resolver import Entry, Inventory
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
 from lazysnap.snapshots.catalogue import Catalogue
-from lazysnap.snapshots.reader import OpenShard, open_shard
+from lazysnap.snapshots.reader import MOST_OPEN, OpenShard, open_shard
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -38,6 +38,8 @@ class Level:
         self._storage: Storage | None = None
         self._opening = threading.Lock()
         self._manifests: dict[str, Manifest] = {}
+        self._num_opened = 0
+        """Shards that were opened. Of many the first ones stay open until the end of the restart."""
 
     @property
     def url(self) -> str:
@@ -120,12 +122,15 @@ class Level:
             manifest = place.read_manifest()
             self._manifests[place.manifest_path] = manifest
         beat()
-        blocks = FileBlocks(place, manifest)
+        blocks = FileBlocks(place, manifest, stays_open=self._num_opened < MOST_OPEN)
+        self._num_opened += 1
         try:
-            return open_shard(entry.rank, blocks, verify=True)
+            shard = open_shard(entry.rank, blocks, verify=True)
         except BaseException:
             blocks.close()
             raise
+        blocks.release()
+        return shard
 
 
 def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], None]) -> list[SnapshotName]:

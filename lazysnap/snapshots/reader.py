@@ -21,7 +21,7 @@ from lazysnap.snapshots.catalogue import Catalogue, in_parallel
 
 _ATTEMPTS = 10
 """Listings of a level before giving up, if listed files are deleted before they are open."""
-_MOST_OPEN = 128
+MOST_OPEN = 128
 """Files of a snapshot that stay open. Each takes two of a process's descriptors, of which 1,024 are usual."""
 
 Result = TypeVar("Result")
@@ -180,7 +180,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         place = FilePlace.of(catalogue.storage, entry)
         ranks[place].append(entry.rank)
         if place not in files:
-            files[place] = FileBlocks(place, manifest, stays_open=len(files) < _MOST_OPEN)
+            files[place] = FileBlocks(place, manifest, stays_open=len(files) < MOST_OPEN)
     shards: dict[int, OpenShard] = {}
 
     def open_file(place: FilePlace) -> None:
