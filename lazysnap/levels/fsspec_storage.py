@@ -394,7 +394,7 @@ class FsspecWriter:
             size = storage.size(path)
             if size != self._size:
                 raise LevelError(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
-        except LevelError:
+        except (LevelError, FormatError):
             storage.delete(path)
             raise
         self._file = None
