@@ -23,7 +23,7 @@ from lazysnap.resolver import RestartPlan
 from lazysnap.shard.manifest import TAG, Manifest
 from lazysnap.shard.names import SnapshotName, id_time_ns
 from lazysnap.snapshots.catalogue import Catalogue, Contents, StoredSnapshot
-from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot, read, retry_if_deleted
+from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot, retry_if_deleted
 
 _MAX_NEIGHBOURS = 64
 _MAX_DEPTH = 40
@@ -214,18 +214,19 @@ def show(args: argparse.Namespace, output: Output) -> int:
     """
     storage = open_existing(args.url, args.storage_option)
 
-    def facts_in(catalogue: Catalogue) -> tuple[dict[str, Any], str, list[dict[str, Any]], Any]:
-        plan = catalogue.find(args.wanted, args.run)
-        with contextlib.closing(open_snapshot(catalogue, plan)) as snapshot:
-            read({shard: () for shard in snapshot.shards})  # compares the headers with their checksums
-            tensors = []
-            for rank in range(plan.world_size):
-                tensors += _tensors(snapshot, rank)
-            return _facts(catalogue, plan), catalogue.runs[plan.run_id], tensors, snapshot.shards[0].meta.state
+    def opened(catalogue: Catalogue) -> tuple[Catalogue, OpenSnapshot]:
+        return catalogue, open_snapshot(catalogue, catalogue.find(args.wanted, args.run), verify=True)
 
-    facts, run_name, tensors, state = retry_if_deleted(storage, facts_in)
+    catalogue, snapshot = retry_if_deleted(storage, opened)
+    with contextlib.closing(snapshot):
+        plan = snapshot.plan
+        facts = _facts(catalogue, plan)
+        tensors = []
+        for rank in range(plan.world_size):
+            tensors += _tensors(snapshot, rank)
+        state = snapshot.shards[0].meta.state
     parts = _parts(tensors, state)
-    _print_facts(output, facts, run_name)
+    _print_facts(output, facts, catalogue.runs[plan.run_id])
     output.line("")
     rows = []
     for part in parts:
@@ -235,9 +236,9 @@ def show(args: argparse.Namespace, output: Output) -> int:
     if args.all:
         details = {"tensors": tensors, "state": state}
         title = "values"
-        if facts["world_size"] > 1:
+        if plan.world_size > 1:
             title = "values of rank 0"
-        _print_tensors(output, tensors, with_rank=facts["world_size"] > 1)
+        _print_tensors(output, tensors, with_rank=plan.world_size > 1)
         _print_state(output, title, state)
     elif not output.as_json:
         output.line("")

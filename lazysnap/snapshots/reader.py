@@ -167,11 +167,11 @@ def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
     return OpenShard(shard.meta, layout, blocks, shard.offset, header)
 
 
-def open_snapshot(catalogue: Catalogue, plan: RestartPlan) -> OpenSnapshot:
-    """Read the headers of all shards. ``read`` compares them with their checksums.
+def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
+    """Read the headers of all shards; ``verify``: as ``open_shard``, and no file stays open.
 
-    The files stay open until the snapshot is closed (of very many the first ones): where the place allows, they can be
-    read even if retention deletes them meanwhile. ``plan``: of this catalogue.
+    Otherwise files stay open until the snapshot is closed (of very many the first ones): where the place allows, they
+    can be read even if retention deletes them meanwhile. ``plan``: of this catalogue.
     Blocks. Raises: FormatError, naming a shard that is damaged; LevelError; FileNotFoundError.
     """
     ranks: dict[FilePlace, list[int]] = defaultdict(list)
@@ -186,7 +186,9 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan) -> OpenSnapshot:
     def open_file(place: FilePlace) -> None:
         blocks = files[place]
         for rank in ranks[place]:
-            shards[rank] = open_shard(rank, blocks, verify=False)
+            shards[rank] = open_shard(rank, blocks, verify=verify)
+        if verify:
+            blocks.close()  # else it keeps the first block of each shard
         blocks.release()
 
     try:
