@@ -47,7 +47,10 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """Say ``message()`` if the context lasts longer than that. ``message`` is called in a separate thread."""
+    """Say ``message()`` if the context lasts longer than that. ``message`` is called in a separate thread.
+
+    That thread ends with the context, so that no line follows, and a program that counts its threads sees none.
+    """
 
     def say_message() -> None:
         say(message())
@@ -59,6 +62,7 @@ def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()
 
 
 def has_terminal() -> bool:
