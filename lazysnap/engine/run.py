@@ -266,14 +266,14 @@ class Run:
             newest = (resumed.newest_step, resumed.durable_at)
         for index, level in enumerate(self.restart.config.levels):
             step = self.client.newest_complete(index)
-            if step < 0 and resumed is not None and self._is_stored(resumed, index):
+            if step < 0 and resumed is not None and self.is_stored(resumed, index):
                 step = resumed.newest_step
             if step >= 0 and (newest is None or step > newest[0]):
                 newest = (step, level.url)
         return newest
 
-    def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
-        """True if a level has the resumed snapshot, which memory alone may have had at the restart."""
+    def is_stored(self, resumed: report.Resumed, index: int) -> bool:
+        """True if a level stored the resumed snapshot since the restart, when memory alone may have had it."""
         levels = self.client.state.levels
         return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lazysnap.core.messages import KeeperState, StepKey
+from lazysnap.engine.report import Resumed
 from lazysnap.engine.run import Run
 from lazysnap.keeper.client import KeeperClient
 
@@ -25,7 +26,7 @@ def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
     client = run.client
     newest = run.recorder.captures.newest_whole_step()
     if newest is None and run.resumed is not None and run.resumed.step == step:
-        return run.resumed.durable_at is not None
+        return _wait_resumed(run, run.resumed, timeout_s)
     if newest is not None and newest >= step:
         key = StepKey(run.meta.start_number, newest)
 
@@ -39,6 +40,21 @@ def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
             client.wait(is_settled, timeout_s)
     run.recorder.memory.follow_keeper()
     return client.is_complete(step, 0)
+
+
+def _wait_resumed(run: Run, resumed: Resumed, timeout_s: float) -> bool:
+    """Block until the first level has the newest snapshot that the restart found; ``False`` after the deadline.
+
+    Memory alone may have had it then, or a level behind the first one.
+    """
+    if resumed.durable_at == run.restart.config.levels[0].url:
+        return True
+
+    def is_decided(state: KeeperState) -> bool:
+        return run.is_stored(resumed, 0) or StepKey(resumed.start, resumed.newest_step) in state.lost
+
+    run.client.wait(is_decided, timeout_s)
+    return run.is_stored(resumed, 0)
 
 
 def wait_held_or_stored(run: Run, step: int, timeout_s: float) -> bool:

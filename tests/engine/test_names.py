@@ -240,6 +240,20 @@ def test_a_step_that_was_resumed_from_storage_is_durable_before_anything_is_capt
 
 
 def test_names_that_are_none_are_refused(job, tmp_path):
+def test_a_step_that_was_resumed_is_not_durable_while_the_first_level_lacks_it(job, tmp_path):
+    broken, works = tmp_path / "broken", tmp_path / "works"
+    broken.write_text("in the way of the level's directory")
+    training = job.start(broken, works)
+    training.run(1, 1)
+    until(lambda: training.engine.statistics().last_durable_step.get(str(works)) == 1)
+    job.crash(training)
+
+    engine = job.start(broken, works, ready=False).engine
+
+    assert engine.restore("latest").durable_at == str(works)
+    assert not engine.wait(until="durable", timeout_s=0.2)
+
+
     engine = job.start(tmp_path, ready=False).engine
 
     for name in ("", "a/b", "..", "ä", "x" * 65, "latest", "12", 7):
