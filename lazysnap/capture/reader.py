@@ -68,4 +68,4 @@ def _ring(device: torch.device) -> tuple[torch.Stream, list[torch.Tensor]]:
 
 
 def _locked_buffer() -> torch.Tensor:
-    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -36,7 +36,7 @@ def unpack(value: Any, device: torch.device | None = None) -> Any:
             return value
         return value.to(device)
     if type(value) is dict and _TAG in value:
-        return torch.tensor(value["v"], dtype=getattr(torch, value[_TAG]), device=device)
+        return torch.tensor(value["v"], dtype=getattr(torch, value[_TAG]), device=device or "cpu")
     return convert_items(value, unpack, device)
 
 
