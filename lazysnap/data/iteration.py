@@ -46,6 +46,11 @@ _READ_AGAIN = (
     "workers. state_dict() and load_state_dict() make it exact, and quick"
 )
 _OTHER_DATA = (
+_NOT_BEGUN_THERE = (
+    "%s saves its position, but its loader cannot begin there (dispatch_batches=True of Accelerate, or an iterator of "
+    "its own): a restart reads the epoch again and drops the batches that were trained. That is exact only if it gives "
+    "the same samples each time"
+)
     "%s gave another first batch than before the restart, reading the same epoch again: this training does not resume "
     "exactly. Its order or its samples come from something that no snapshot holds (a generator that is made with the "
     "clock, another number of workers, other files); state_dict() and load_state_dict() of the dataset make it exact"
@@ -71,8 +76,6 @@ class Iteration:
         self._can_pass = self._can_follow and isinstance(self._base, DataLoader) and not is_iterable(self._base)
         """True if indices of a map-style dataset can be passed over in the sampler."""
         self._inner: Any = iter(())
-        self._follows = False
-        """True if the iterator of torch follows the plan; else this one notes what it can."""
         self.began = tick()
         self.given = 0
         self.is_over = False
@@ -118,7 +121,7 @@ class Iteration:
     def _next(self) -> Any:
         """Return the next batch of the loader's own iterator."""
         plan = self._plan
-        if not self._follows:
+        if not plan.follows:
             if not self.given:
                 plan.pass_over(self._inner)
             plan.read = self.given
@@ -133,7 +136,7 @@ class Iteration:
         """True if only reading the data again leads back to a place in them."""
         if self._plan.is_asked or self._can_pass:
             return False
-        return not saves_position(getattr(self._base, "dataset", None))
+        return not (self._plan.follows and saves_position(getattr(self._base, "dataset", None)))
 
     def _note_first_batch(self, batch: Any) -> None:
         """Note a digest of the epoch's first batch; after a restart compare it with that of before."""
@@ -174,14 +177,14 @@ class Iteration:
         plan.read = at
         plan.has_ended = plan.start.get("has_ended", False)
         plan.rereads = at < num_given
-        passes = plan.passes
         self._start()
-        if passes and not self._follows:  # only the iterator of torch passes over indices
+        begins_there = plan.follows or plan.has_ended or "loader" in plan.start
+        if not begins_there:  # only the iterator of torch passes over indices, or begins at the state of its dataset
             at = 0
             plan.read = 0
-            plan.rereads = True
+            plan.rereads = num_given > 0
         if plan.reads_ahead and not plan.workers and "ahead" in state:
-            if self._follows:
+            if plan.follows:
                 plan.streams_before[num_given + 1] = state["ahead"]
                 if not plan.rereads:
                     plan.streams_before[num_given + 2] = None
@@ -219,11 +222,11 @@ class Iteration:
         base = self._base
         position.streams.watch([position.loader, base])
         has_ended = plan.start.get("has_ended", False)
-        self._follows = self._can_follow and not plan.is_asked and not has_ended and follow(plan)
+        plan.follows = self._can_follow and not plan.is_asked and not has_ended and follow(plan)
         self._warn_of_inexact()
         if plan.is_asked:
             keep_streams([base])
-        if not self._follows:
+        if not plan.follows:
             plan.passes = 0
             if not plan.is_asked:
                 drop_early_iterator(base)
@@ -258,7 +261,10 @@ class Iteration:
         if self._plan.workers and not getattr(base, "in_order", True):
             position.warn_once(_NO_ORDER, base)
         if is_iterable(base) and self._only_rereads:
-            position.warn_once(_READ_AGAIN, base.dataset)
+            text = _READ_AGAIN
+            if saves_position(base.dataset):
+                text = _NOT_BEGUN_THERE
+            position.warn_once(text, base.dataset)
         if is_stateful(getattr(base, "collate_fn", None)):
             position.warn_once(_STATEFUL_COLLATE, base)
         if not position.streams.is_complete:
@@ -294,3 +300,5 @@ class Iteration:
             name = type(self._base.dataset).__name__
             return f"{name} does not save its position: state_dict() and load_state_dict() would"
         return "its batches cannot be passed over by index"
+            if saves_position(self._base.dataset):
+                return f"its loader cannot begin at the position that {name} saves"
