@@ -13,6 +13,7 @@ from lazysnap.data.iterators import follow
 from lazysnap.data.layout import is_first_rank, length_of
 from lazysnap.data.own_state import (
     drop_early_iterator,
+    has_early_iterator,
     is_stateful,
     keeps_loaded_state,
     rest_of,
@@ -229,7 +230,7 @@ class Iteration:
         if not plan.follows:
             plan.passes = 0
             if not plan.is_asked:
-                drop_early_iterator(base)
+                self._choose_iterator()
             plan.begin()
         if has_ended:
             if not keeps_loaded_state(base.dataset):
@@ -240,6 +241,17 @@ class Iteration:
             self._begin_nodes()
         else:
             self._inner = self._make()
+
+    def _choose_iterator(self) -> None:
+        """Let the epoch begin as it did before the restart: with an iterator that was made early, or with another."""
+        plan = self._plan
+        base = self._base
+        if plan.origin is not None:
+            drop_early_iterator(base)
+            if plan.origin.get("is_early"):
+                base.state_dict()  # makes it, and draws its seed: the generators are put back behind that
+        elif has_early_iterator(base):
+            plan.notes["is_early"] = True
 
     def _begin_nodes(self) -> None:
         """Let nodes of torchdata, which read ahead, draw their order with the generators of the beginning."""

@@ -77,16 +77,20 @@ def rest_of(loader: Any, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         loader.restart_on_stop_iteration = restarts
 
 
-def drop_early_iterator(loader: Any) -> bool:
-    """Let a ``StatefulDataLoader`` make its iterator in each epoch, and draw its seed then.
+def has_early_iterator(loader: Any) -> bool:
+    """True if a ``StatefulDataLoader`` has made the iterator of the next epoch, and drawn its seed.
 
-    Accelerate asks it for its state when it is prepared, and so the first epoch alone would draw nothing.
-
-    Returns: true if there was an iterator for this epoch, which drew its seed when it was made.
+    It does so when it is asked for its state: Accelerate asks when it prepares a loader. The first epoch then draws
+    nothing.
     """
     if "_initial_iter_for_state_dict" not in attributes_of(loader):
         return False
-    was_early = bool(loader._initial_iter_for_state_dict)
+    was_early = has_early_iterator(loader)
+    return bool(attributes_of(loader).get("_initial_iter_for_state_dict"))
+
+
+def drop_early_iterator(loader: Any) -> bool:
+    """Let a ``StatefulDataLoader`` make its iterator in the next epoch. Return ``has_early_iterator`` before that."""
     loader._iterator = None
     loader._initial_iter_for_state_dict = False
     return was_early

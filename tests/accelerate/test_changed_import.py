@@ -66,14 +66,15 @@ def in_empty_directory(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")  # of torchdata
 @pytest.mark.parametrize("is_stateful", [False, True], ids=["loader", "stateful loader"])
-def test_the_random_numbers_of_a_training_are_those_of_a_stock_accelerator(is_stateful, tmp_path):
+def test_the_random_numbers_of_a_training_are_those_of_a_stock_accelerator(is_stateful, is_dispatching, tmp_path):
     """Asked for its state when it is prepared, a stateful loader draws the seed of its first epoch then."""
+@pytest.mark.parametrize("is_dispatching", [False, True], ids=["each rank reads", "rank 0 reads"])
 
     def numbers(kind):
         torch.manual_seed(1)
-        loading = DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+        loading = DataLoaderConfiguration(use_stateful_dataloader=is_stateful, dispatch_batches=is_dispatching)
         accelerator = kind(cpu=True, project_dir=tmp_path, dataloader_config=loading)
-        loader = accelerator.prepare(torch.utils.data.DataLoader(range(6), 2, shuffle=True))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(6), 2, shuffle=True))
         return [(batch.tolist(), torch.rand(1).item()) for _ in range(2) for batch in loader]
 
     assert numbers(LazyAccelerator) == numbers(Accelerator)
