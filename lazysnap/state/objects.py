@@ -1,7 +1,6 @@
 """The training state of a plain loop: named objects with ``state_dict`` and ``load_state_dict``."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,6 +76,8 @@ class ObjectState(StateSource):
         keep_streams(stateful_loaders)
         self._support_checked = False
         self._loads_checked = False
+        self._pretrained: str | None = None
+        """The files that models of Transformers and PEFT save beside their weights, once something was collected."""
 
     def named(self) -> Mapping[str, Any]:
         """See ``StateSource.named``."""
@@ -107,14 +108,6 @@ class ObjectState(StateSource):
             check_loads(name, module, state[name])
         self._loads_checked = True
 
-    @cached_property
-    def _pretrained(self) -> dict[str, str]:
-        """The files that models of Transformers and PEFT save beside their weights."""
-        files = pretrained(self._unwrapped_modules())
-        if files is None:
-            return {}
-        return {PRETRAINED: files}
-
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
 
@@ -128,11 +121,14 @@ class ObjectState(StateSource):
         if not self._loads_checked:
             self._check_loads(state)
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
+            self._pretrained = pretrained(self._unwrapped_modules())
         for name, value in state.items():
             if isinstance(value, dict):
                 state[name] = dict(value)
         state[RNG] = collect_rng()
-        state[EXTRAS] = {OPTIMIZERS: classes_of(self), **self._pretrained}
+        state[EXTRAS] = {OPTIMIZERS: classes_of(self)}
+        if self._pretrained is not None:
+            state[EXTRAS][PRETRAINED] = self._pretrained
         metrics = collect_metrics(self._unwrapped_modules())
         if metrics:
             state[EXTRAS][METRICS] = metrics
