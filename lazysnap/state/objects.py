@@ -8,7 +8,7 @@ import torch
 from lazysnap.data.own_state import is_stateful_loader, load_loader, state_of_loader, warn_of_generators
 from lazysnap.data.resumable import ResumableLoader
 from lazysnap.data.streams import collect_rng, restore_rng
-from lazysnap.data.workers import keep_streams
+from lazysnap.data.workers import keep_streams, release_streams
 from lazysnap.errors import ConfigError, StateError
 from lazysnap.shard.manifest import EXTRAS, PRETRAINED
 from lazysnap.state.loading import check_loads, load_module
@@ -85,6 +85,7 @@ class ObjectState(StateSource):
 
     def release(self) -> None:
         """See ``StateSource.release``."""
+        release_streams([value for value in self._objects.values() if is_stateful_loader(value)])
         self._objects.clear()
 
     def note_boundary(self) -> None:
