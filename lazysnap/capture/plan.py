@@ -68,7 +68,7 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Facts about one tensor of the state at the time of the plan."""
+    """The facts about one tensor of the state at the time of the plan."""
 
     name: str
     lazy: bool

@@ -46,12 +46,12 @@ _READ_AGAIN = (
     "that it draws from the global random generators as it goes: let it draw from a generator of its own, or in "
     "workers. state_dict() and load_state_dict() make it exact, and quick"
 )
-_OTHER_DATA = (
 _NOT_BEGUN_THERE = (
     "%s saves its position, but its loader cannot begin there (dispatch_batches=True of Accelerate, or an iterator of "
     "its own): a restart reads the epoch again and drops the batches that were trained. That is exact only if it gives "
     "the same samples each time"
 )
+_OTHER_DATA = (
     "%s gave another first batch than before the restart, reading the same epoch again: this training does not resume "
     "exactly. Its order or its samples come from something that no snapshot holds (a generator that is made with the "
     "clock, another number of workers, other files); state_dict() and load_state_dict() of the dataset make it exact"
@@ -91,16 +91,16 @@ class Iteration:
         """Notes since it began."""
         return self._plan.notes
 
-    def place(self, *, is_at_end: bool) -> dict[str, Any]:
+    def record(self, *, is_at_end: bool) -> dict[str, Any]:
         """Return its notes, the batches that it gave, and the newest checkpoint before that.
 
         ``is_at_end``: it gave its last batch.
         """
-        place = {**self.notes, "given": self.given, "last_index": self._plan.digest_of_index(self.given)}
+        record = {**self.notes, "given": self.given, "last_index": self._plan.digest_of_index(self.given)}
         checkpoint = self._plan.checkpoint_behind(self.given, is_at_end=is_at_end)
         if checkpoint is not None:
-            place["checkpoint"] = checkpoint
-        return place
+            record["checkpoint"] = checkpoint
+        return record
 
     # ---------------------------------------------------------------- batches
 
@@ -109,7 +109,7 @@ class Iteration:
         if position.before_fetch is not None:
             position.before_fetch()
         if position.is_held:
-            self.before = position.state_at(self.place(is_at_end=False))
+            self.before = position.state_with(self.record(is_at_end=False))
         try:
             batch = self._next()
         except StopIteration:
@@ -310,7 +310,7 @@ class Iteration:
     def _reason_of_reading(self) -> str:
         if is_iterable(self._base):
             name = type(self._base.dataset).__name__
-            return f"{name} does not save its position: state_dict() and load_state_dict() would"
-        return "its batches cannot be passed over by index"
             if saves_position(self._base.dataset):
                 return f"its loader cannot begin at the position that {name} saves"
+            return f"{name} does not save its position: state_dict() and load_state_dict() would"
+        return "its batches cannot be passed over by index"

@@ -86,14 +86,14 @@ def has_early_iterator(loader: Any) -> bool:
     It does so when it is asked for its state: Accelerate asks when it prepares a loader. The first epoch then draws
     nothing.
     """
-    if "_initial_iter_for_state_dict" not in attributes_of(loader):
-        return False
-    was_early = has_early_iterator(loader)
     return bool(attributes_of(loader).get("_initial_iter_for_state_dict"))
 
 
 def drop_early_iterator(loader: Any) -> bool:
     """Let a ``StatefulDataLoader`` make its iterator in the next epoch. Return ``has_early_iterator`` before that."""
+    if "_initial_iter_for_state_dict" not in attributes_of(loader):
+        return False
+    was_early = has_early_iterator(loader)
     loader._iterator = None
     loader._initial_iter_for_state_dict = False
     return was_early

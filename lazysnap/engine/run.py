@@ -34,7 +34,7 @@ class Lineage:
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
 
-    def go_on(self, present: str, run_id: str, step: int) -> None:
+    def continue_from(self, present: str, run_id: str, step: int) -> None:
         """Record that training continues from ``step`` of ``run_id``; ``present`` is the run until now."""
         if run_id not in (present, *self._steps):
             self._steps.clear()  # a restart from elsewhere
@@ -170,7 +170,7 @@ class Run:
 
         Blocks: asks the keeper.
         """
-        self.go_on(snapshot, (snapshot.new_run or snapshot).run_id)
+        self.continue_from(snapshot, (snapshot.new_run or snapshot).run_id)
         if snapshot.world_size > 1 or not self.restart.world.is_alone:
             self._discard_others(snapshot)
         self.begin()
@@ -186,9 +186,9 @@ class Run:
                 left=snapshot.new_run.newest_run_name,
             )
 
-    def go_on(self, snapshot: Snapshot, run_id: str) -> None:
+    def continue_from(self, snapshot: Snapshot, run_id: str) -> None:
         """Captures from here on are of that run, which continues behind ``snapshot``."""
-        self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
+        self.lineage.continue_from(self.meta.run_id, snapshot.run_id, snapshot.step)
         if run_id != self.meta.run_id:
             self.first_start = 0
         self.meta.run_id = run_id

@@ -14,7 +14,7 @@ _GIVE_UP_S = 5.0
 _LOOK_S = 0.1
 """Seconds between two looks at the time."""
 
-Progress = Callable[[int, int], None]
+ShowStored = Callable[[int, int], None]
 """Called with the bytes of this node's part that are stored, and with all bytes, of all levels together."""
 
 
@@ -30,14 +30,14 @@ def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
     if newest is not None and newest >= step:
         key = StepKey(run.meta.start_number, newest)
 
-        def is_settled(state: KeeperState) -> bool:
+        def is_decided(state: KeeperState) -> bool:
             # An older capture that is complete meanwhile is enough, if it is of ``step`` or later.
             return client.is_complete(step, 0) or key in state.lost
 
         is_durable = run.restart.world.is_alone and client.is_complete(step, 0)
         if not is_durable:
             client.require(newest)
-            client.wait(is_settled, timeout_s)
+            client.wait(is_decided, timeout_s)
     run.recorder.memory.follow_keeper()
     return client.is_complete(step, 0)
 
@@ -83,7 +83,7 @@ def wait_protected(run: Run, step: int, timeout_s: float) -> bool:
     return run.client.wait(is_protected, timeout_s)
 
 
-def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
+def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: ShowStored | None) -> bool:
     """Block until every level has that step; without levels until a keeper has it. ``None``: nothing is waited for.
 
     ``False`` after the deadline, or once there is no hope for it.

@@ -43,7 +43,7 @@ class Snapshot:
     """The reasons why newer snapshots, or faster levels, were not used."""
     world_size: int = 1
     """Ranks of the training that captured it. With another number now, random numbers cannot be continued, and the
-    position in the data counts other batches (``lazysnap.data.share``)."""
+    position in the data counts other batches (``lazysnap.data.layout``)."""
     newest_start: str | None = None
     """The newest start of all snapshots that were found."""
     durable_at: str | None = None

@@ -17,7 +17,7 @@ from lazysnap.state.modules import reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, check_optimizers, classes_of, put_back
 from lazysnap.state.plain_dicts import check_dict, restore_dict
 from lazysnap.state.pretrained import pretrained
-from lazysnap.state.scalars import load_scaler, state_of_scaler
+from lazysnap.state.scalars import plain_numbers, state_of_scaler
 from lazysnap.state.source import OPTIMIZERS, StateSource
 from lazysnap.state.stock_dicts import state_of_module, state_of_optimizer
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
@@ -121,8 +121,8 @@ class ObjectState(StateSource):
         state = {name: _state_of(value) for name, value in self._objects.items()}
         if not self._loads_checked:
             self._check_loads(state)
-        # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
             self._pretrained = pretrained(self._unwrapped_modules())
+        # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         for name, value in state.items():
             if isinstance(value, dict):
                 state[name] = dict(value)
@@ -213,7 +213,7 @@ class ObjectState(StateSource):
             elif isinstance(value, torch.optim.Optimizer):
                 put_back(stepping(value), state[name])
             elif isinstance(value, torch.amp.GradScaler):
-                load_scaler(value, state[name])
+                value.load_state_dict(plain_numbers(state[name]))
             elif is_stateful_loader(value):
                 load_loader(value, state[name])
             else:

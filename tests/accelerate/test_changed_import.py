@@ -68,10 +68,10 @@ def in_empty_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")  # of torchdata
+@pytest.mark.parametrize("is_dispatching", [False, True], ids=["each rank reads", "rank 0 reads"])
 @pytest.mark.parametrize("is_stateful", [False, True], ids=["loader", "stateful loader"])
 def test_the_random_numbers_of_a_training_are_those_of_a_stock_accelerator(is_stateful, is_dispatching, tmp_path):
     """Asked for its state when it is prepared, a stateful loader draws the seed of its first epoch then."""
-@pytest.mark.parametrize("is_dispatching", [False, True], ids=["each rank reads", "rank 0 reads"])
 
     def numbers(kind):
         torch.manual_seed(1)

@@ -74,7 +74,7 @@ class KeeperEvents:
         """Return the names that the first level has, or is to get. ``stored_names``: those that the keeper reported."""
         return (stored_names | set(self._wanted_names)) - self._released_names
 
-    def are_names_settled(self, state: KeeperState) -> bool:
+    def are_names_answered(self, state: KeeperState) -> bool:
         """Return True if the first level has the names that it is to have, or never will. Pure."""
         if state.levels and state.levels[0].is_failing:
             return True  # it may be away for hours
