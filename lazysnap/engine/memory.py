@@ -12,8 +12,8 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import MemoryWish
 from lazysnap.engine import report
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
-from lazysnap.engine.events import KeeperEvents
 from lazysnap.engine.job_settings import num_kept, num_slots
+from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.restart_check import RestartCheck

@@ -10,6 +10,7 @@ from support.stored import names_at, steps_at
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap.engine.stored import wait_held_or_stored
 from lazysnap.errors import ConfigError, SnapshotNotFound
 
 
@@ -104,7 +105,7 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     os.kill(keeper, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
     assert training.engine.keep("kept") == 4
-    assert training.engine._is_to_be_stored(4, TIMEOUT_S)  # the next keeper knows the name
+    assert wait_held_or_stored(training.engine._run, 4, TIMEOUT_S)  # the next keeper knows the name
     assert training.engine._wait_ready(TIMEOUT_S)
     durable(training, 5, 8)
 
@@ -228,6 +229,20 @@ def test_a_step_that_was_resumed_from_storage_is_durable_before_anything_is_capt
 
     assert engine.restore("latest").step == 2
     assert engine.wait(until="durable", timeout_s=TIMEOUT_S)
+
+
+def test_a_step_that_was_resumed_is_not_durable_while_the_first_level_lacks_it(job, tmp_path):
+    broken, works = tmp_path / "broken", tmp_path / "works"
+    broken.write_text("in the way of the level's directory")
+    training = job.start(broken, works)
+    training.run(1, 1)
+    until(lambda: training.engine.statistics().last_durable_step.get(str(works)) == 1)
+    job.crash(training)
+
+    engine = job.start(broken, works, ready=False).engine
+
+    assert engine.restore("latest").durable_at == str(works)
+    assert not engine.wait(until="durable", timeout_s=0.2)
 
 
 def test_names_that_are_none_are_refused(job, tmp_path):

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from lazysnap.console import say
 from lazysnap.core.messages import StepKey
 from lazysnap.engine import SnapshotEngine
+from lazysnap.engine.stored import wait_held_or_stored
 from lazysnap.errors import LevelError
 from lazysnap.exports.named import Named, delete_checkpoint, forget_name, has_checkpoint, name_snapshot, named_in
 from lazysnap.exports.process import start_export
@@ -98,7 +99,7 @@ class Directories:
             names[place] = name
             is_captured = capture()
         is_kept = is_captured and engine.keep(name) == engine.step
-        is_stored_later = is_kept and engine._is_to_be_stored(engine.step, _KEPT_WITHIN_S)
+        is_stored_later = is_kept and wait_held_or_stored(engine._run, engine.step, _KEPT_WITHIN_S)
         if not all(gather_object([is_stored_later])):
             if is_kept:
                 engine.release(name)  # else a later snapshot would get the name
