@@ -73,13 +73,8 @@ class KeeperEvents:
         """Return the names that the first level has or will get. ``stored_names``: names that the keeper reported."""
         return (stored_names | set(self._wanted_names)) - self._released_names
 
-<<<<<<< HEAD:lazysnap/engine/events.py
-    def are_names_settled(self, state: KeeperState) -> bool:
-        """Return True if the first level has all names, except those that it can never get. Pure."""
-=======
     def are_names_answered(self, state: KeeperState) -> bool:
-        """Return True if the first level has the names that it is to have, or never will. Pure."""
->>>>>>> r2:lazysnap/engine/keeper_events.py
+        """Return True if the first level has all names, except those that it can never get. Pure."""
         if state.levels and state.levels[0].is_failing:
             return True  # it may not answer for hours
         if any(named.name in self._released_names for named in state.names):

@@ -77,7 +77,7 @@ class Recorder:
         """Continue from ``snapshot``, whose state was loaded."""
         step = snapshot.step
         self.check.cancel()
-        self._forbids_repeats = snapshot.is_settled
+        self._forbids_repeats = snapshot.forbids_repeats
         if snapshot.repeats is not None:
             self._forbids_repeats = True
             self.check.begin(snapshot.repeats)
