@@ -12,9 +12,9 @@ from urllib.parse import parse_qsl, urlsplit
 from lazysnap.errors import ConfigError
 
 STORE_EVERY_S = 60.0
-"""Seconds from one stored snapshot to the next, at a path."""
+"""Default seconds between stored snapshots at a path."""
 STORE_EVERY_S_AT_URL = 300.0
-"""The same at a URL: most of them cost money for each request, and are far away."""
+"""Default seconds between stored snapshots at a URL, where requests usually cost money."""
 SECRET_NAME = re.compile(
     r"secret|token|pass|pwd|key|sas|credential|connection|auth|signature|\bsig\b", flags=re.IGNORECASE
 )
@@ -22,7 +22,7 @@ SECRET_NAME = re.compile(
 
 
 CAPTURE_EVERY_N_STEPS = 1
-"""Optimizer steps from one capture into memory to the next, by default."""
+"""Default optimizer steps between captures into memory."""
 
 
 def _is_count(value: object) -> bool:
@@ -64,18 +64,18 @@ class _Rule:
     """The values that a setting may have."""
 
     accepts: Callable[[object], bool]
-    """True for such a value."""
+    """Returns True for a valid value."""
     expected: str
-    """These values, in words."""
+    """A text for the valid values."""
     is_optional: bool = False
-    """True if ``None`` is a value, too."""
+    """True if ``None`` is valid, too."""
 
     def optional(self) -> "_Rule":
-        """Return the same rule with ``None`` as one more value."""
+        """Return the same rule, which also allows ``None``."""
         return replace(self, expected=f"{self.expected} or None", is_optional=True)
 
     def check(self, setting: str, value: object) -> None:
-        """Raises: ConfigError, for a value that the setting cannot have."""
+        """Check a value. Raises: ConfigError, if it is invalid."""
         if value is None and self.is_optional:
             return
         if not self.accepts(value):
@@ -127,11 +127,11 @@ _RULES = {
         "preemption_timeout_s": _SECONDS,
     },
 }
-"""The checks of single settings. What two settings mean together is checked where they are made."""
+"""The checks of single settings. Combinations are checked by the classes."""
 
 
 def _check(settings: object) -> None:
-    """Raises: ConfigError, for the first setting that has a value which it cannot have."""
+    """Check all settings of an object. Raises: ConfigError, for the first invalid one."""
     owner = type(settings).__name__
     for name, rule in _RULES[owner].items():
         rule.check(f"{owner}.{name}", getattr(settings, name))
@@ -148,7 +148,7 @@ def checked_url(owner: str, url: object) -> str:
 
 
 def check_is_unicode(text: str) -> None:
-    """Raises: ConfigError, for a place or a name that messages and manifests, which are UTF-8, cannot hold."""
+    """Check that a place or a name is valid UTF-8, as messages and manifests require. Raises: ConfigError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -159,7 +159,7 @@ def check_is_unicode(text: str) -> None:
 
 
 def is_path(url: str) -> bool:
-    """True if the URL is a path, which may mean another place on another node."""
+    """True if the URL is a path, which may be another place on another node."""
     return urlsplit(url).scheme in ("", "file", "local")
 
 
@@ -177,7 +177,7 @@ def resolve_url(url: str) -> str:
 def check_url(url: str) -> None:
     """Check that a URL holds no credentials. Called before all other checks, whose messages show the URL.
 
-    Raises: ConfigError, for credentials, which it does not show, or for a text that is no URL.
+    Raises: ConfigError, for credentials, without showing them, or for a text that is no URL.
     """
     for part in url.split("::"):  # as in simplecache::sftp://host/run
         try:
@@ -218,7 +218,7 @@ def _secret_of(url: str) -> str:
 
 
 def _check_scheme(url: str) -> None:
-    """Raises: ConfigError, for a protocol that fsspec does not know."""
+    """Check that fsspec knows the protocol. Raises: ConfigError."""
     schemes = set()
     if "://" in url:
         schemes = {part.split("://")[0] for part in url.split("::")}
@@ -253,24 +253,29 @@ class PersistentLevel:
     url: str
     """Path or URL of the directory that holds ``step-…`` directories. Made absolute when local."""
     every_s: float | None = field(default=None, kw_only=True)
-    """Seconds from one stored snapshot to the next; the first whole capture is stored at once. ``None``: 60 at a path,
-    300 at a URL, unless ``every_n_steps`` is given. Captures that come while the level is busy are skipped."""
+    """Seconds between stored snapshots; the first whole capture is stored at once. ``None``: 60 at a path, 300 at a
+    URL, unless ``every_n_steps`` is given. Captures that come while the level is busy are skipped.
+    """
     every_n_steps: int | None = field(default=None, kw_only=True)
-    """Store by steps, not by time: the captures whose step is a multiple of it, on all ranks. Captures that come while
-    the level is busy are skipped. A level that copies from a faster one takes the newest complete snapshot there, once
-    a multiple was passed."""
+    """Store by steps, not by time: captures whose step is a multiple of it, on all ranks. Captures that come while the
+    level is busy are skipped. A level that copies from a faster one takes its newest complete snapshot, once a multiple
+    was passed.
+    """
     keep_last: int = field(default=2, kw_only=True)
     """Complete snapshots of this run to keep; older ones are deleted."""
     keep_every_n_steps: int | None = field(default=None, kw_only=True)
-    """Complete snapshots whose step is a multiple of this are never deleted. It says what stays, not what is stored."""
+    """Complete snapshots whose step is a multiple of this are never deleted. It decides which snapshots stay, not which
+    are stored.
+    """
     storage_options: Mapping[str, Any] | None = field(default=None, kw_only=True, repr=False, hash=False)
     """Options of the fsspec file system (credentials, endpoint, …), as plain JSON values. The keeper receives them over
     a socket of this user, and they are never written to a file. fsspec's own configuration works as well."""
     max_bytes_per_s: int | None = field(default=None, kw_only=True)
-    """Upper bound for writes, averaged over seconds; ``None``: no bound. Restores are not bounded."""
+    """Limit for writes, averaged over seconds; ``None``: no limit. Restores are not limited."""
     timeout_s: float = field(default=120.0, kw_only=True)
-    """An operation that moves no byte for so long is abandoned, and the level counts as failed. Training and the other
-    levels continue, and the next snapshot tries again."""
+    """Seconds without progress after which an operation is abandoned, and the level counts as failed. Training and the
+    other levels continue, and the level is retried with the next snapshot.
+    """
 
     if TYPE_CHECKING:  # the field is text, also where a path was given
 
@@ -303,7 +308,7 @@ class PersistentLevel:
 
     @property
     def period_s(self) -> float | None:
-        """Seconds from one stored snapshot to the next; ``None``: the level stores by steps."""
+        """Return the seconds between stored snapshots; ``None``: the level stores by steps."""
         if self.every_n_steps is not None:
             return None
         if self.every_s is not None:
@@ -318,10 +323,11 @@ class MemoryLevel:
     linger_s: float = 1800.0
     """Seconds that the keeper waits for a restart after its trainer died."""
     max_bytes: int | None = None
-    """Upper bound for the memory of all slots of this rank together; ``None``: the free memory of the machine."""
+    """Limit for the memory of all slots of this rank together; ``None``: the free memory of the machine."""
     spill_dir: str | None = None
-    """Directory on a local disk in which slots are files where memory does not suffice. ``None``: that of the first
-    local level. An empty text: there are none, and training continues without snapshots then."""
+    """Directory on a local disk for slots as files, if memory does not suffice. ``None``: that of the first local
+    level. An empty text: no files; training then continues without snapshots.
+    """
 
     if TYPE_CHECKING:  # the field is text, also where a path was given
 
@@ -349,15 +355,17 @@ class Redundancy:
     """
 
     parity: int = 1
-    """Nodes of each group that may be lost. A node holds ``parity / (nodes of the group - parity)`` of what it captures
-    as parity of other nodes."""
+    """Nodes of each group that may be lost. A node holds ``parity / (nodes of the group - parity)`` of the size of its
+    captures as parity of other nodes.
+    """
     group_size: int = 8
-    """Greatest number of nodes that protect each other. Groups differ by at most one node."""
+    """Maximum number of nodes in a group. Sizes of groups differ by at most one."""
     every_n_steps: int = 10
     """Protect captures whose step is a multiple of it. Steps that come while the links are busy are skipped."""
     max_bytes_per_s: int | None = None
-    """Upper bound for what a node receives for it, averaged over seconds; ``None``: no bound. Restores are not
-    bounded."""
+    """Limit for the bytes that a node receives for protection, averaged over seconds; ``None``: no limit. Restores are
+    not limited.
+    """
 
     def __post_init__(self) -> None:
         _check(self)
@@ -372,36 +380,43 @@ class SnapshotConfig:
     """All settings of snapshots; the defaults suit one process with a local disk."""
 
     every_n_steps: int = CAPTURE_EVERY_N_STEPS
-    """Optimizer steps from one capture into memory to the next. ``lazysnap advise`` names a number (docs/tuning.md)."""
+    """Optimizer steps between captures into memory. ``lazysnap advise`` recommends a number (docs/tuning.md)."""
     levels: tuple[PersistentLevel, ...] = ()
     """Persistent levels, fast to slow; empty means memory only."""
     memory: MemoryLevel = MemoryLevel()
     """The keeper's host memory."""
     redundancy: Redundancy | Literal["auto"] | None = "auto"
-    """Protection by other nodes. ``"auto"``: ``Redundancy(parity=1)`` for two and three nodes,
-    ``Redundancy(parity=2)`` for more, none for one node. Takes memory for the parity, and one slot more where there is
-    no level (docs/several-ranks.md). ``None``: none."""
+    """Protection by other nodes. ``"auto"``: ``Redundancy(parity=1)`` for two and three nodes, ``Redundancy(parity=2)``
+    for more, none for one node. It takes memory for the parity, and one more slot without levels
+    (docs/several-ranks.md). ``None``: no protection.
+    """
     require_memory: bool = False
-    """Raise before the first step if captures cannot be made into memory that outlives the training. Otherwise training
-    warns and continues without snapshots."""
+    """Raise before the first step if there is no memory that outlives the training. Otherwise training warns and
+    continues without snapshots.
+    """
     verify_restart: bool | Literal["always"] = True
-    """Let the first restart of a run from memory resume one step before the newest capture, and compare that step,
-    trained again, with the capture (docs/operations.md). ``"always"``: each restart from memory. ``False``: none. Only
-    where every step is captured (``every_n_steps=1``)."""
+    """Let the first restart of a run from memory resume one step before the newest capture, and compare the repeated
+    step with the capture (docs/operations.md). ``"always"``: every restart from memory. ``False``: none. Only if every
+    step is captured (``every_n_steps=1``).
+    """
     job_id: str | None = None
-    """The name of the job, by which a restart finds its memory. Default: the environment variable
-    ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level."""
+    """The name of the job, with which a restart finds its memory. By default the environment variable
+    ``LAZYSNAP_JOB_ID``, else the resolved URL of the first level.
+    """
     io_timeout_s: float = 60.0
-    """Seconds to wait for an unfinished copy before that snapshot is dropped, for memory of the first capture, and
-    for the keeper to start or answer. A keeper that is silent for so long while training runs is reported."""
+    """Seconds to wait for an unfinished copy before that snapshot is dropped, for memory of the first capture, and for
+    the keeper to start or answer. A keeper that is silent for longer during training is reported.
+    """
     collective_timeout_s: float = 300.0
     """Seconds to wait for a silent rank when engines are made, resume, plan their first snapshot, and close. Time for
-    reading does not count. Only used with several ranks."""
+    reading does not count. Only with several ranks.
+    """
     drain_timeout_s: float = 600.0
     """Seconds to wait at a clean end until the newest capture is durable at every level."""
     preemption_timeout_s: float = 25.0
-    """Seconds from SIGTERM or SIGUSR1 until the process ends, even if the newest capture is not durable by then. Give
-    less than the time after which the scheduler kills the process."""
+    """Seconds from SIGTERM or SIGUSR1 until the process ends, even if the newest capture is not durable by then. Choose
+    less than the grace period of the scheduler.
+    """
 
     def __post_init__(self) -> None:
         _check(self)
@@ -449,18 +464,18 @@ class KeepBest:
 
 
 def due_every(every_n_steps: int, captured_every: int) -> int:
-    """Return the interval of the steps that are due at a level, or for protection: only what is captured can be stored.
+    """Return the interval of due steps at a level, or for protection, which must be captured steps.
 
-    ``every_n_steps``: of the level; ``captured_every``: of captures into memory.
+    ``every_n_steps``: interval of the level; ``captured_every``: interval of captures into memory.
     """
     return math.lcm(every_n_steps, captured_every)
 
 
 def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
-    """Return the protection for so many nodes, or ``None``.
+    """Return the protection for a number of nodes, or ``None``.
 
-    Where there are too few nodes for what was asked, the parity is as large as leaves one piece of data
-    (``too_few_nodes`` says so).
+    With too few nodes for the requested parity, it is the largest one that leaves one piece of data (``too_few_nodes``
+    warns).
     """
     redundancy = config.redundancy
     if redundancy is None or nodes < 2:
@@ -473,7 +488,7 @@ def redundancy_for(config: SnapshotConfig, nodes: int) -> Redundancy | None:
 
 
 def too_few_nodes(config: SnapshotConfig, nodes: int) -> str | None:
-    """Return the text of a warning, if so many nodes give less protection than was requested."""
+    """Return the text of a warning, if the number of nodes gives less protection than requested."""
     requested = config.redundancy
     possible = redundancy_for(config, nodes)
     if not isinstance(requested, Redundancy) or possible is None or possible == requested:

@@ -1,4 +1,4 @@
-"""Messages that users see even if they never configured logging: start and end of a run, and warnings."""
+"""Messages that users see without configuring logging: start and end of a run, and warnings."""
 
 import contextlib
 import itertools
@@ -11,7 +11,7 @@ _logger = logging.getLogger("lazysnap")
 
 
 class _Console(logging.Handler):
-    """Replaces Python's last resort, which does not name the package."""
+    """Replaces Python's last-resort handler, which does not name the package."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """See ``logging.Handler``."""
@@ -47,7 +47,8 @@ def say(message: str) -> None:
 
 @contextlib.contextmanager
 def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
-    """Say ``message()`` if the context lasts longer than that. ``message`` is called in a separate thread.
+    """Print ``message()`` if the context lasts longer than the given seconds. ``message`` is called on a separate
+    thread.
 
     That thread ends with the context, so that no line follows, and a program that counts its threads sees none.
     """
@@ -66,7 +67,7 @@ def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
 
 
 def has_terminal() -> bool:
-    """True if a person sees stderr at this moment, so that a progress bar says enough."""
+    """True if stderr is a terminal in use, so that a progress bar suffices."""
     try:
         return sys.stderr is not None and sys.stderr.isatty()
     except ValueError:  # closed
@@ -91,7 +92,7 @@ def _write_line(line: str) -> None:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in the unit that a person would use."""
+    """Return seconds as text in a suitable unit."""
     if seconds < 0.1:
         return f"{seconds * 1e3:.0f} ms"
     if seconds < 10:
@@ -103,7 +104,7 @@ def duration(seconds: float) -> str:
 
 
 def some_of(items: Collection[str], most: int, separator: str = ", ") -> str:
-    """Return the first items, and how many there are besides: ``a, b and 3 more``."""
+    """Return the first items, and the number of others: ``a, b and 3 more``."""
     text = separator.join(itertools.islice(items, most))
     if len(items) > most:
         text += f" and {len(items) - most} more"

@@ -23,7 +23,7 @@ class ConfigError(LazySnapError, ValueError):
 
 
 class StateError(LazySnapError, ValueError):
-    """The training state cannot be captured, or it and a snapshot do not fit each other. The message names the path."""
+    """The training state cannot be captured, or does not fit a snapshot. The message names the path."""
 
 
 class FormatError(LazySnapError, ValueError):

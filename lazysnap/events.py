@@ -1,7 +1,7 @@
-"""The events of a run, which its keepers write down in a file at the first level (docs/format.md).
+"""The events of a run, which its keepers write into a file at the first level (docs/format.md).
 
-Each line of the file is a JSON object. It is for people and their reports alone: a run whose file is missing or damaged
-is restored all the same.
+Each line of the file is a JSON object. It is only for reports: a run is restored even if its file is missing or
+damaged.
 """
 
 import functools
@@ -18,17 +18,17 @@ from lazysnap.levels.store import open_storage
 from lazysnap.shard.names import parse_events_file_name
 
 MAX_FILE_BYTES = 4 << 20
-"""A file of events that would be larger becomes the older one, and another one is begun."""
+"""Maximum bytes of an event file. It then becomes the older one, and another one begins."""
 MAX_TEXT = 2000
-"""Characters of a text that are written down."""
+"""Maximum characters of a text."""
 _MAX_LINE_BYTES = 64 << 10
-"""A longer line is no event."""
+"""Maximum bytes of a line. A longer line is no event."""
 
 Time = Annotated[float, msgspec.Meta(ge=0, le=250e9)]
 """Unix time in seconds, before the year 9892."""
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=250e9)]
 Count = Annotated[int, msgspec.Meta(ge=-1, le=1 << 53)]
-"""A step, a rank, a size: nothing that is read from a file makes a report compute with larger numbers."""
+"""Maximum of a step, a rank or a size, so that reports never compute with larger numbers from a file."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
@@ -59,9 +59,9 @@ class TrainerStarted(Event, frozen=True, kw_only=True, tag="start"):
     world_size: Count
     every_n_steps: Count
     began: Time
-    """Unix time when its process was started; of one whose earlier lines went with an older file, ``t``."""
+    """Unix time of the start of its process; ``t`` if its earlier lines were in a deleted file."""
     source: str | None = None
-    """The place from which ``step`` was restored: ``memory``, or the URL of a level."""
+    """The source from which ``step`` was restored: ``memory``, or the URL of a level."""
 
 
 class Progress(Event, frozen=True, kw_only=True, tag="progress"):
@@ -70,9 +70,9 @@ class Progress(Event, frozen=True, kw_only=True, tag="progress"):
     rank: Count
     start: str
     step: Count
-    """The newest boundary that it passed."""
+    """Its newest boundary."""
     every: Count
-    """Steps from one capture to the next, now."""
+    """The current number of steps between captures."""
     waited_s: Seconds
     """The seconds that training waited for captures in all, in this start, when the newest capture began."""
     captured: Count
@@ -105,25 +105,25 @@ class Complete(Event, frozen=True, kw_only=True, tag="complete"):
 
 
 class Protected(Event, frozen=True, kw_only=True, tag="protected"):
-    """A snapshot survives the loss of nodes: all parity of it is there."""
+    """A snapshot survives the loss of nodes: all its parity exists."""
 
     step: Count | None
-    """``None``: none does any more, parity was lost with a keeper."""
+    """The step; ``None`` if parity was lost with a keeper."""
     start: str
     """The start that captured it."""
 
 
 class LevelFailed(Event, frozen=True, kw_only=True, tag="failed"):
-    """A level could not take a snapshot; it is tried again with the next one."""
+    """A level could not store a snapshot; it is retried with the next one."""
 
     level: str
     step: Count
-    """-1: it failed before it was to take one, as when it is listed."""
+    """The step; -1 if the level failed otherwise, such as when it was listed."""
     text: str
 
 
 class Alert(Event, frozen=True, kw_only=True, tag="alert"):
-    """Something keeps snapshots from being safe. It comes again while that lasts; without text it is over."""
+    """Snapshots are not safe. Repeated while the problem lasts; without text it is over."""
 
     about: str
     """``links``: keepers of nodes do not reach each other, so nothing is stored. ``protection``: nothing was protected

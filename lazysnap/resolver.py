@@ -9,11 +9,11 @@ from lazysnap.shard.best import BEST, best_first, has_name
 from lazysnap.shard.names import SnapshotName
 
 MEMORY = "memory"
-"""The level of captures in the memory of keepers, in place of an URL."""
+"""The level of captures in the memory of keepers, instead of a URL."""
 PARITY = "parity"
-"""The level of what is computed from parity, in place of an URL."""
+"""The level of shards that are computed from parity, instead of a URL."""
 _COMPARED = 2
-"""Snapshots that a restart needs to prove itself."""
+"""Number of snapshots that the check of a restart needs."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,14 @@ class Entry:
     """``MEMORY``, ``PARITY`` or the URL of a level."""
     run_id: str
     start: str
-    """The start of the run: only shards of one start are one snapshot."""
+    """The start: only shards of the same start belong to one snapshot."""
     step: int
     rank: int
     world_size: int
     location: tuple[int, ...] = ()
-    """In memory the local rank and the number of the capture; of parity the number of the lost part. Empty at a level:
-    there the directory has the name of the ``snapshot``."""
+    """In memory the local rank and the number of the capture; for parity the number of the lost part. Empty at a level,
+    where the name of the ``snapshot`` is the directory.
+    """
     node: str | None = None
     """The node that can read it; ``None``: all nodes."""
     names: tuple[str, ...] = ()
@@ -38,20 +39,19 @@ class Entry:
     file: str = ""
     """The name of the node's file that holds it, without suffix; empty in memory."""
     distance: int = 0
-    """The place of the level in the order in which a restart reads: 0 for memory, the nearest."""
+    """The position of the level in the read order of a restart: 0 for memory, the nearest."""
     is_repeatable: bool | None = None
-    """True if a restart may train its step again: see ``can_repeat``; ``None`` if it is in no slot of the rank itself,
-    where alone that is known."""
+    """True if a restart may repeat its step: see ``can_repeat``; ``None`` outside of slots of the rank itself."""
 
     @property
     def snapshot(self) -> SnapshotName:
-        """The snapshot that it is part of."""
+        """Return the snapshot to which it belongs."""
         return SnapshotName(self.run_id, self.step, self.start)
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """The contents of one level, and what is wrong there (incomplete, foreign, damaged)."""
+    """The contents of one level, and its problems (incomplete, foreign, damaged)."""
 
     level: str
     entries: tuple[Entry, ...] = ()
@@ -88,7 +88,7 @@ class RestartPlan:
 
 @dataclass(frozen=True, order=True)
 class SnapshotKey:
-    """The facts that the shards of one snapshot have in common. Newer snapshots have greater keys."""
+    """The common facts of the shards of one snapshot. Newer snapshots have greater keys."""
 
     run_id: str
     step: int
@@ -120,7 +120,7 @@ def is_complete(entries: Sequence[Entry]) -> bool:
 
 @dataclass(frozen=True)
 class SnapshotFilter:
-    """The snapshots to search for; without limits all of them."""
+    """The snapshots to search; all of them by default."""
 
     step: int | None = None
     name: str | None = None
@@ -130,11 +130,11 @@ class SnapshotFilter:
 
     @property
     def is_best(self) -> bool:
-        """True for the best snapshots by a metric: their order is that of the metric."""
+        """Return True for the best snapshots by a metric, which are ordered by the metric."""
         return self.name == BEST
 
     def includes(self, snapshot: SnapshotKey | SnapshotName, names: Collection[str]) -> bool:
-        """True if a snapshot is among them. ``names``: those that it has."""
+        """Return True if a snapshot matches. ``names``: its names."""
         is_of_run = self.run is None or snapshot.run_id.startswith(self.run)
         is_named = self.name is None or has_name(names, self.name)
         return is_of_run and is_named and self.step in (None, snapshot.step)
@@ -175,9 +175,10 @@ def _sources_of(entries: Iterable[Entry]) -> tuple[tuple[Entry, ...], ...]:
 
 
 def can_repeat(plans: Sequence[RestartPlan]) -> bool:
-    """True if a restart can resume the second best of ``plans`` and train the step of the best one again.
+    """True if a restart can resume the second best of ``plans`` and repeat the step of the best one.
 
-    The second is of the step before, of the same start and in memory. Each rank has the best one in a slot of its own.
+    The second best is of the previous step, of the same start and in memory. Each rank has the best one in its own
+    slot.
     """
     if len(plans) < _COMPARED:
         return False

@@ -1,4 +1,4 @@
-"""The choice of a snapshot by ``"latest"``, a step, a name or ``run:1f3a@200``; short ids of runs. Pure.
+"""Chooses a snapshot by ``"latest"``, a step, a name or ``run:1f3a@200``; makes short ids of runs. Pure.
 
 A run id has 16 hexadecimal digits (``shard.names``). Users see and type its first ones: at least eight, and as many as
 are unique among the runs of a level.
@@ -16,7 +16,7 @@ from lazysnap.shard.names import check_name
 LATEST = "latest"
 RUN = "run:"
 MOST_DIGITS = 18
-"""The longest text that is read as a step."""
+"""Maximum length of a text that is parsed as a step."""
 _LEAST_DIGITS = 8
 _ID_DIGITS = 16
 _MOST_LISTED = 8
@@ -24,7 +24,7 @@ _DIGITS = frozenset("0123456789abcdef")
 
 
 def check_choice(which: object) -> None:
-    """Raises: ConfigError, if ``which`` is neither a step (0 or more) nor a text."""
+    """Check the type of ``which``. Raises: ConfigError, if it is neither a step (0 or more) nor a text."""
     if isinstance(which, bool) or not isinstance(which, (int, str)) or (isinstance(which, int) and which < 0):
         raise ConfigError(
             f'which must be "latest", a step, a name or a run ("run:1f3a", "run:1f3a@200"), got {which!r:.100}'
@@ -115,13 +115,13 @@ class Choice(SnapshotFilter):
 
     @property
     def is_latest(self) -> bool:
-        """True if the choice is the newest snapshot, whichever it is."""
+        """True if the choice is the newest snapshot."""
         return self == Choice()
 
     def of_one_run(self, run_of: Callable[[str], str]) -> "Choice":
-        """Return the same choice with all digits of the run, if it names one.
+        """Return the same choice with all digits of the run, if any.
 
-        ``run_of`` returns the id of the one run that begins with some digits. Raises: as ``run_of``.
+        ``run_of``: returns the id of the run that begins with the given digits. Raises: as ``run_of``.
         """
         if self.run is None:
             return self
@@ -136,7 +136,7 @@ class Choice(SnapshotFilter):
         return candidates(inventories, self.of_one_run(run_in_inventories))
 
     def missing(self, inventories: list[Inventory]) -> str:
-        """Return a message: there is no snapshot of this choice, and which ones there are."""
+        """Return a message that there is no such snapshot, with the existing ones."""
         if self.run is not None:
             return self._missing_of_run(inventories, self.run)
         steps = set()

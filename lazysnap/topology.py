@@ -1,4 +1,4 @@
-"""The ranks of each node, and the share of the state that each rank captures. Pure functions of what all ranks know.
+"""The ranks of each node, and the share of the state that each rank captures. Pure: all ranks compute the same.
 
 State that is the same on all ranks of a group is cut into contiguous shares of equal size, in the order of the state:
 every rank captures one share, and together they hold exactly one copy (REFT, section 4: sharded snapshots).

@@ -1,6 +1,6 @@
-"""``lazysnap advise``: how often to capture and store, the memory that it takes, and the goodput to expect.
+"""``lazysnap advise``: how often to capture and store, the required memory, and the expected goodput.
 
-From the times of a run, or from figures that are given. Formulas: docs/tuning.md.
+It uses the times of a run, or given figures. docs/tuning.md has the formulas.
 """
 
 import argparse
@@ -27,17 +27,17 @@ from lazysnap.parity.groups import groups_of
 from lazysnap.resolver import MEMORY
 
 BUDGET = 0.01
-"""Share of the time of training that captures may take."""
+"""Maximum share of the time of training for captures."""
 _LEAST_STEPS = 20
-"""Steps that a time per step is read from."""
+"""Minimum steps for a time per step."""
 _LEAST_FAILURES = 3
-"""Failures of a run that its rate is read from."""
+"""Minimum failures for a failure rate."""
 _RESTART_S = 300.0
-"""Seconds that a restart is taken to last where none was seen."""
+"""Assumed seconds of a restart, if none was measured."""
 _STORAGE_WASTE = 0.001
-"""Share of the time that work lost since the last stored snapshot may cost."""
+"""Maximum share of the time for work lost since the last stored snapshot."""
 _LONGEST_S = 3600.0
-"""Longest time from one stored snapshot to the next."""
+"""Maximum seconds between stored snapshots."""
 _LARGEST = 1e15
 
 
@@ -71,15 +71,15 @@ parse_time = _quantity("a time such as 0.4s, 5min, 3h or 2d", {"s": 1.0, "min": 
 
 @dataclass(frozen=True)
 class TrainingFigures:
-    """Figures of a training; ``None``, or 0 seconds: not known."""
+    """Figures of a training; ``None`` or 0 seconds: unknown."""
 
     run_id: str = ""
     nodes: int = 1
     ranks: int = 1
     timed_steps: int = 0
-    """Steps whose time was seen, in all starts."""
+    """Measured steps in all starts."""
     every: int | None = None
-    """Steps from one capture to the next, in the newest start."""
+    """Steps between captures in the newest start."""
     step_s: float | None = None
     """Seconds of a step, without its waits for captures."""
     stall_s: float = 0.0
@@ -89,9 +89,9 @@ class TrainingFigures:
     persist: dict[str, float] = field(default_factory=dict)
     """Seconds until a snapshot is durable, by level: the median."""
     trained_s: float = 0.0
-    """Seconds for which trainers lived."""
+    """Seconds of running trainers."""
     failures: int = 0
-    """Starts that followed on one that did not end well."""
+    """Starts after a failed one."""
     restart_s: float = 0.0
     """Seconds from a death to the first boundary: the median."""
     mtbf_s: float | None = None
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def _with_arguments(facts: TrainingFigures, args: argparse.Namespace) -> TrainingFigures:
-    """Return what is given, else what was measured. Raises: ConfigError."""
+    """Return given figures, else measured ones. Raises: ConfigError."""
     nodes = args.nodes
     ranks = args.ranks
     if ranks is None:
@@ -160,7 +160,7 @@ def _with_arguments(facts: TrainingFigures, args: argparse.Namespace) -> Trainin
 
 
 def _missing(measured: TrainingFigures | None, facts: TrainingFigures) -> list[str]:
-    """Return what is not known, and the option that gives it."""
+    """Return texts for unknown figures, with the options to give them."""
     missing = []
     if facts.step_s is None:
         text = "steps and goodput need the time of a step"
@@ -257,7 +257,7 @@ def _restarts_s(starts: Sequence[Start]) -> list[float]:
 
 
 def _timed(start: Start) -> tuple[int, int]:
-    """Return the steps behind the first boundary whose time is known, and their time."""
+    """Return the timed steps after the first boundary, and their time."""
     step = start.progress[-1].step
     at = start.sampled_at
     if start.end is not None and start.end.how == "died" and start.end.step > step:
@@ -276,10 +276,10 @@ def _median(values: Sequence[float]) -> float:
 
 
 def advise(facts: TrainingFigures) -> dict[str, Any]:
-    """Return the advice, as the JSON result has it. Pure.
+    """Return the advice, as in the JSON result. Pure.
 
-    ``snapshots`` has a row for memory and for each level: its interval, and if that is known the work that a failure
-    loses which resumes from there, and the goodput if all failures do.
+    ``snapshots`` has a row for memory and for each level: its interval, and, if that is known, the work lost by a
+    failure that resumes from there, and the goodput if all failures do.
     """
     step_s = facts.step_s
     every = 1
@@ -324,7 +324,7 @@ def _row(
 
 
 def _storage_interval_s(persist_s: float, mtbf_s: float | None) -> float:
-    """Return the seconds from one stored snapshot to the next: the level is busy for at most half of them."""
+    """Return the seconds between stored snapshots: the level is busy for at most half of the time."""
     wanted_s = _LONGEST_S
     if mtbf_s is not None:
         wanted_s = min(_LONGEST_S, 2 * _STORAGE_WASTE * mtbf_s)
@@ -332,7 +332,7 @@ def _storage_interval_s(persist_s: float, mtbf_s: float | None) -> float:
 
 
 def estimate(state_bytes: float, is_sharded: bool, facts: TrainingFigures) -> dict[str, Any]:
-    """Return the sizes that a training takes. Bytes are those of all nodes, if the name does not say otherwise. Pure.
+    """Return the sizes of a training. Bytes are those of all nodes, unless the name says otherwise. Pure.
 
     Args:
         state_bytes: bytes of the captured state, without copies.
@@ -406,12 +406,12 @@ def _texts_of_sizes(sizes: dict[str, Any], facts: TrainingFigures) -> Iterator[s
         lost = f"of each {sizes['nodes_per_group']} nodes any {sizes['parity_nodes']} may be lost"
         yield f"parity    {decimal(sizes['parity_per_node_bytes'])} per node for others: {lost}"
     node = f"node of {count_of(facts.ranks // facts.nodes, 'rank')}"
-    yield f"memory    {decimal(sizes['memory_per_node_bytes'])} per {node}, beside the training"
+    yield f"memory    {decimal(sizes['memory_per_node_bytes'])} per {node}, in addition to the training"
     yield "          estimates; buffers, and what else the state holds, come on top"
 
 
 def steps_within(budget: float, step_s: float, stall_s: float) -> int:
-    """Return the least n for which a stall at each n-th step takes no more than ``budget`` of all time."""
+    """Return the smallest n for which a stall at every n-th step takes at most ``budget`` of all time."""
     if step_s <= 0:
         return 1
     return max(1, math.ceil(stall_s * (1 - budget) / (budget * step_s) - 1e-9))
@@ -426,7 +426,7 @@ def rework_s(interval_s: float, delay_s: float) -> float:
 
 
 def goodput(overhead: float, lost_s: float, restart_s: float, mtbf_s: float) -> float:
-    """Return the share of time that makes steps which are not lost.
+    """Return the share of time for steps that are not lost.
 
     ``overhead``: the share that captures take. ``lost_s``: training that a failure loses. A failure during a restart
     begins the restart again.

@@ -1,4 +1,6 @@
-"""``lazysnap chaos``: run a training under faults, and compare it with undisturbed runs. ``demo`` brings a training."""
+"""``lazysnap chaos``: run a training with faults, and compare it with runs without faults. ``demo`` has its own
+training.
+"""
 
 import argparse
 import itertools
@@ -37,14 +39,14 @@ _ADVICE = {
 
 
 class ChaosFailed(LazySnapError):
-    """The program cannot be judged: it fails without a fault, or no two of its runs are alike."""
+    """The program cannot be judged: it fails without a fault, or no two of its runs are equal."""
 
 
 # ---------------------------------------------------------------- the result
 
 
 class Printed:
-    """The numbers that two undisturbed runs printed alike: no times, rates or process ids."""
+    """The numbers that are equal in the output of two undisturbed runs: no times, rates or process ids."""
 
     def __init__(self, first: list[str], second: list[str]) -> None:
         """``first``, ``second``: all lines of the runs."""
@@ -57,7 +59,7 @@ class Printed:
         self.lines = self.of(first)
 
     def of(self, lines: list[str]) -> dict[tuple[str, ...], str]:
-        """Return the lines by what is compared of them."""
+        """Return the lines by their compared parts."""
         compared = {}
         for line in lines:
             form, numbers = _split(line)
@@ -125,7 +127,7 @@ def _tensors(path: pathlib.Path) -> dict[str, str]:
 
 
 def difference(undisturbed: dict[str, str], disturbed: dict[str, str]) -> str:
-    """Say what differs; empty if both are equal in every bit."""
+    """Return a text for the differences; empty if both are bit for bit equal."""
     changed = []
     for name in sorted(undisturbed | disturbed):
         if undisturbed.get(name) != disturbed.get(name):
@@ -211,7 +213,7 @@ class Chaos:
         return training.starts[0], files
 
     def impossible(self, fault: str) -> str:
-        """Say why a fault is not possible; empty if it is."""
+        """Return the reason why a fault is impossible; empty if it is possible."""
         if fault in ("keeper", "both", "stop-keeper") and not self.has_keeper:
             return "the command has no keeper of lazysnap"
         if fault == "flip" and not self.has_snapshots:
@@ -219,7 +221,7 @@ class Chaos:
         return ""
 
     def disturb(self, fault: str) -> Trial:
-        """Run the command under a fault, start it again until it ends well, and judge. Blocks. Raises: ChaosFailed."""
+        """Run the command with a fault, start it again until it ends well, and judge. Blocks. Raises: ChaosFailed."""
         trial = Trial(fault)
         with self._training(fault) as training:
             began_s = time.monotonic()
@@ -233,7 +235,7 @@ class Chaos:
         return trial
 
     def _strike(self, training: Training, trial: Trial) -> None:
-        """Strike at a moment that the seed chooses, not before a snapshot is stored and not in the last fifth."""
+        """Inject the fault at a time that the seed determines, after a snapshot is stored and before the last fifth."""
         dice = random.Random(f"{trial.fault} {self._args.seed}")
         share = 0.8 * dice.random()
         late_s = dice.random() * self._step_s
@@ -278,7 +280,7 @@ class Chaos:
         trial.reason = "it did not come to its end in time (--deadline)"
 
     def _difference(self, training: Training) -> str:
-        """Say where a training differs from the undisturbed ones; empty if it does not."""
+        """Return the first difference from the undisturbed runs; empty if there is none."""
         lines = []
         for start in training.starts:
             lines += start.lines
@@ -332,14 +334,14 @@ class Chaos:
         # After a flip, the only snapshot may have been the one that was damaged.
         elif limit is None and again and trial.fault != "flip" and from_beginning > 1:
             trial.verdict = "LOST_WORK"
-            trial.reason = f"it began anew: {count_of(again, 'step')} had to be repeated"
+            trial.reason = f"it started over:  {count_of(again, 'step')} had to be repeated"
 
 
 # ---------------------------------------------------------------- the command
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Run the command twice undisturbed, then once under each fault. Blocks. Returns 1 if a verdict is not PASS.
+    """Run the command twice without a fault, then once with each fault. Blocks. Returns 1 if a verdict is not PASS.
 
     Raises: ConfigError; ChaosFailed.
     """
@@ -347,7 +349,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
     root.mkdir(exist_ok=True)
     place = pathlib.Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=root))
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # as Ctrl-C does, they leave no process
+        signal.signal(number, signal.default_int_handler)  # as with Ctrl-C, no process is left
     chaos = Chaos(args, place)
     _say_undisturbed(chaos, output)
     trials = []
@@ -391,7 +393,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 def run_demo(args: argparse.Namespace, output: Output) -> int:
-    """Run chaos of a small transformer, in a directory that is deleted if all is well. Blocks for a minute or two.
+    """Run chaos with a small transformer, in a directory that is deleted on success. Blocks for a minute or two.
 
     It is killed with and without its keeper. Returns 1 if a result differs. Raises: ChaosFailed.
     """

@@ -1,7 +1,7 @@
 """A training of ``lazysnap chaos``: its directory, its log, and the processes of all its starts.
 
-Whatever is started inherits the runtime directory of this training in its environment. By it the processes are found
-again, the keeper too, and only they are struck.
+All started processes inherit the runtime directory of this training in their environment. It identifies them, the
+keeper too, so that only they are killed.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ LOGS = "lazysnap-chaos"
 _STEP = re.compile(
     r"(?i)^(?!.*(?:lazysnap|resum|restor|start|load|sav)).*?\b(?:global_)?(?:step|iter(?:ation)?)\W{0,3}(\d+)"
 )
-"""Lines that speak of a restart are not about a step that was trained."""
+"""Lines about a restart are not about a trained step."""
 _COPIED_BYTES = 100 << 20
 _TICK_S = 0.005
 _DEATH_S = 30.0
 
 
 def step_of(line: str) -> int | None:
-    """Return the step that was trained, if a line is about one."""
+    """Return the trained step in a line, if any."""
     match = _STEP.search(line)
     if match is None:
         return None
@@ -52,10 +52,10 @@ class CommandStart:
 
 
 class Training:
-    """A training in a directory of its own, over all its starts."""
+    """A training in its own directory, over all its starts."""
 
     def __init__(self, place: pathlib.Path, words: list[str]) -> None:
-        """``place`` gets its log, and ``files``, where it runs. ``words``: the command."""
+        """``place``: gets its log, and ``files``, in which it runs. ``words``: the command."""
         self.files = place / "files"
         self.files.mkdir(parents=True)
         self._words = words
@@ -70,7 +70,7 @@ class Training:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End all processes that are left, keepers too. Its files go if it is interrupted."""
+        """End all remaining processes, also keepers. Deletes its files if it is interrupted."""
         self.kill(self.all)
         for reader in self._readers:
             reader.join(_DEATH_S)
@@ -148,7 +148,7 @@ class Training:
         return list(self._living())
 
     def trainers(self) -> list[int]:
-        """Return the living processes but keepers."""
+        """Return the living processes without keepers."""
         return [pid for pid, is_keeper in self._living().items() if not is_keeper]
 
     def keepers(self) -> list[int]:
@@ -165,7 +165,7 @@ class Training:
             pids = which()
 
     def strike(self, fault: str, dice: random.Random, window_s: float) -> str:
-        """Do what ``fault`` names, and say what was done. Blocks for ``window_s`` if the fault passes."""
+        """Inject ``fault``, and return a text for it. Blocks for ``window_s`` if the fault is temporary."""
         who = "training"
         which = self.trainers
         if fault in ("keeper", "stop-keeper"):

@@ -1,4 +1,4 @@
-"""The table of all commands, the parser that is made of it, and ``main``, which runs one command."""
+"""The table of all commands, their parser, and ``main``, which runs one command."""
 
 import argparse
 import json
@@ -74,7 +74,7 @@ _RUN = _argument("--run", metavar="ID", help="the run whose id begins so; `lazys
 _URL = _argument("url", metavar="URL", help=_URL_HELP)
 _ANY_URL = _argument("url", metavar="URL", nargs="?", help=_URL_HELP)
 _WANTED = _argument("wanted", metavar="STEP|NAME|latest", help="a step, a name given by keep, or 'latest'")
-_WORDS = _argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, behind --")
+_WORDS = _argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, after --")
 
 COMMANDS = {
     "ls": Command(
@@ -107,7 +107,7 @@ COMMANDS = {
             _STORAGE_OPTION,
         ),
         "lazysnap verify s3://bucket/run --step 4000",
-        "Of all runs, or of --run. Exit code 1 if anything is damaged, or nothing is there.",
+        "Of all runs, or of --run. Exit code 1 if anything is damaged, or there are no snapshots.",
     ),
     "prune": Command(
         "delete old snapshots, and files of dead writers",
@@ -148,7 +148,7 @@ COMMANDS = {
             _URL,
             _WANTED,
             _argument("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory"),
-            _argument("--format", choices=FORMATS, help="if the name does not tell it"),
+            _argument("--format", choices=FORMATS, help="if the name does not determine it"),
             _RUN,
             _argument("--config", metavar="DIR", help="huggingface: copy config and tokenizer files from there"),
             _argument("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix"),
@@ -181,7 +181,7 @@ COMMANDS = {
         "The keeper first stores its newest capture. That of a training that runs stays. `lazysnap status` lists jobs.",
     ),
     "report": Command(
-        "what a run's time went into, and each interruption cost",
+        "where the time of a run went, and the cost of each interruption",
         "report:run",
         (
             _argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each"),
@@ -230,7 +230,7 @@ COMMANDS = {
         (
             _argument("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=",".join(FAULTS)),
             _argument("--seed", type=int, default=1603, help="chooses the moments of the faults (1603)"),
-            _argument("--result", metavar="GLOB", help="files to compare, beside the numbers that it prints"),
+            _argument("--result", metavar="GLOB", help="files to compare, besides the numbers that it prints"),
             _argument(
                 "--may-lose", type=int, metavar="N", help="steps that may be trained again (default: any number)"
             ),
@@ -337,7 +337,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_again(args: argparse.Namespace, output: Output) -> int:
-    """Run the command until it ends well, and end as its last start does. Blocks. Raises: ConfigError."""
+    """Run the command until it ends well, and end as its last start. Blocks. Raises: ConfigError."""
     from lazysnap.warm.client import end_as
     from lazysnap.warm.supervisor import supervise
 

@@ -48,7 +48,7 @@ class Copied:
 
 
 def copy(args: argparse.Namespace, output: Output) -> int:
-    """Copy. Blocks. Exit code 1 if a snapshot was damaged, and left out. Raises: LevelError, SnapshotNotFound."""
+    """Copy. Blocks. Exit code 1 if a snapshot was damaged, and skipped. Raises: LevelError, SnapshotNotFound."""
     source = open_existing(args.url, args.storage_option)
     target = open_place(args.to, args.to_option or args.storage_option)
     if source.url == target.url:
@@ -56,7 +56,7 @@ def copy(args: argparse.Namespace, output: Output) -> int:
     catalogue = Catalogue(source)
     plans, problems = _plans(catalogue, args)
     started = time.perf_counter()
-    sweep(target)  # what a killed copy left
+    sweep(target)  # files of a killed copy
     snapshots = []
     bad = list(problems)
     counts = {COPIED: 0, PRESENT: 0, BAD: 0}
@@ -75,7 +75,7 @@ def copy(args: argparse.Namespace, output: Output) -> int:
     rate = decimal(int(total / max(seconds, 1e-9)))
     output.line(
         f"{count_of(counts[COPIED], 'snapshot')} copied, {decimal(total)} in {seconds:.1f} s ({rate}/s), "
-        f"{counts[PRESENT]} there already, {len(bad)} bad"
+        f"{counts[PRESENT]} already present, {len(bad)} bad"
     )
     return output.result(
         ok=not bad,
@@ -99,7 +99,7 @@ def _say(copied: Copied, output: Output) -> None:
 
 
 def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[RestartPlan], list[str]]:
-    """Return the snapshots to copy, the newest first, and why others cannot be copied."""
+    """Return the snapshots to copy, the newest first, and the reasons why others cannot be copied."""
     if args.step:
         chosen = {}
         for text in args.step:
@@ -121,7 +121,7 @@ def _copy(catalogue: Catalogue, target: Storage, plan: RestartPlan, output: Outp
     copied = Copied(snapshot.step, snapshot.run_id, snapshot.location)
     total = snapshot.size_bytes
     if not target.checks_writes():
-        total *= 2  # what is written is read back
+        total *= 2  # written files are read back
     try:
         with output.bar(f"step {plan.step}", total) as advance:
             for entry, manifest in snapshot.files:
@@ -143,9 +143,9 @@ def _copy(catalogue: Catalogue, target: Storage, plan: RestartPlan, output: Outp
 def _copy_file(
     source: Storage, target: Storage, entry: Entry, manifest: Manifest, advance: Callable[[int], None]
 ) -> int:
-    """Copy one node's file, unless it is there and whole. Return the bytes written.
+    """Copy one node's file, unless it exists and is whole. Return the bytes written.
 
-    Raises: FormatError, if it is damaged where it is read; FileNotFoundError; LevelError.
+    Raises: FormatError, if the source is damaged; FileNotFoundError; LevelError.
     """
     moved = 0
 

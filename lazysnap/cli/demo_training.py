@@ -1,6 +1,6 @@
-"""The training that ``lazysnap demo`` kills: a small transformer in a plain PyTorch loop, on text that Python brings.
+"""The training that ``lazysnap demo`` kills: a small transformer in a plain PyTorch loop, on source text of Python.
 
-It needs torch alone.
+It only needs torch.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def _digest(*states: Any) -> str:
 
 def main() -> None:
     """Train, print a line per step, and at the end the digest of weights and optimizer state."""
-    torch.set_num_threads(1)  # steps are so small that threads would only wait for each other
+    torch.set_num_threads(1)  # the steps are too small for several threads
     torch.manual_seed(1603)
     windows, characters = _windows()
     model = _Model(characters)

@@ -35,25 +35,25 @@ from lazysnap.memory.slots import TrainerSlot, make_slot
 from lazysnap.shard.checksum import BLOCK_BYTES, block_ranges
 
 _OLDEST = {"torch": (2, 8), "lightning": (2, 5), "accelerate": (1, 15), "transformers": (5, 20)}
-"""The oldest versions that are supported; of the frameworks those that are installed count."""
+"""The oldest supported versions; only installed frameworks are checked."""
 _LEAST_BYTES = 1 << 30
 _HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 """Files that the drivers of CUDA and ROCm make."""
 _PEER_S = 5.0
 _TRIAL_BYTES = 64 << 20
-"""Bytes that are written to a level, to know its rates."""
+"""Bytes that are written to a level, to measure its rates."""
 _TRIAL_S = 30.0
 """Seconds without progress after which a level counts as hanging."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check. ``text`` says what was found; unless it is good, also what to change."""
+    """The result of one check. ``text`` has the result, and, unless it is good, what to change."""
 
     topic: str
     verdict: Literal["good", "better", "bad"]
-    """``better``: training works, and something would make it faster or safer."""
+    """``better``: training works, but could be faster or safer."""
     text: str
 
 
@@ -155,7 +155,7 @@ def _device() -> Iterator[CheckResult]:
         yield CheckResult(
             "memlock", "better", f"{decimal(soft)}: larger slots are copied through a buffer; set {change}"
         )
-    # torch takes seconds to import, and is needed for nothing else here.
+    # Imported here, because torch takes seconds to import and is only needed here.
     import torch
 
     from lazysnap.capture.registration import register
@@ -181,7 +181,7 @@ def _device() -> Iterator[CheckResult]:
 
 
 def _peer(host: str) -> CheckResult:
-    """Connect to a port of ``host`` where nobody listens: a refusal comes back from a node that can be reached."""
+    """Connect to an unused port of ``host``: a reachable node refuses the connection."""
     topic = f"peer {host}"
     try:
         address = socket.getaddrinfo(host, 1, type=socket.SOCK_STREAM)[0]

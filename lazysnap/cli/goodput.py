@@ -18,7 +18,7 @@ from lazysnap.resolver import MEMORY
 CLASSES = ("productive", "waiting", "setup", "lost", "down", "restarting", "draining")
 
 Newest = list[tuple[int, int | None]]
-"""Times, and the newest complete step from each on; ``None``: none any more."""
+"""Times, and the newest complete step from each time on; ``None``: none."""
 
 
 @dataclass(frozen=True)
@@ -30,27 +30,27 @@ class TimeSpan:
     kind: str
     """A class, except "waiting"."""
     waited: int = 0
-    """Time in it that training waited for copies."""
+    """Time within it that training waited for copies."""
 
 
 @dataclass(frozen=True)
 class Interruption:
-    """The end of a start that another one followed, or that was no good end."""
+    """The end of a start that was followed by another one, or that failed."""
 
     at: int
     how: str
     """``died``, ``left`` (by an exception or preemption), ``goodbye``, or ``lost with its keeper``."""
     step: int
     resumed_step: int | None
-    """``None``: it was not started again."""
+    """The time of the next start, if any."""
     source: str | None
-    """The place from which it was resumed."""
+    """The source from which it was resumed."""
     lost: int
-    """Time of the work that was trained again, and of the step that was not completed."""
+    """Time of the steps that were trained again, and of the incomplete step."""
     first: tuple[int, int] | None
     """The rank that ended first without a goodbye, and its node."""
     new_at: int | None
-    """Time of the first step that is greater than all before; ``None`` if there was none yet."""
+    """Time of the first step that is greater than all earlier ones, if any."""
 
     @property
     def lost_steps(self) -> int:
@@ -116,7 +116,7 @@ class Account:
         return value_at(start.marks, time)
 
     def behind(self, place: str, time: int) -> int | None:
-        """Return how many steps the newest one complete at ``place`` was behind training; ``None`` if none was."""
+        """Return by how many steps the newest complete step at ``place`` was behind training; ``None`` without one."""
         series = self.newest[place]
         newest: int | None = None
         if place == MEMORY:  # sampled together with the step
@@ -132,7 +132,7 @@ class Account:
 
 
 def account(files: Sequence[EventFile]) -> Account | None:
-    """Return the account of a run, following one rank, as ``starts_of``. ``None`` if no training named itself."""
+    """Return the account of a run, following one rank, as ``starts_of``. ``None`` if no training reported itself."""
     starts = starts_of(files)
     if not starts:
         return None
@@ -160,7 +160,7 @@ def account(files: Sequence[EventFile]) -> Account | None:
 
 
 def _usual_step_us(starts: Sequence[Start]) -> int:
-    """Return the time of a step, for starts that passed too few."""
+    """Return the time of a step, for starts with too few steps."""
     step_times = [start.step_us for start in starts if start.step_us is not None]
     if not step_times:
         return 0
@@ -168,7 +168,7 @@ def _usual_step_us(starts: Sequence[Start]) -> int:
 
 
 def _before_work(start: Start, usual_us: int, kind: str) -> list[TimeSpan]:
-    """Return the spans until work begins. A first step takes as long as any other; what it takes more is no work."""
+    """Return the spans until work begins. A first step counts as long as any other; the rest is not work."""
     if start.waits:
         first_boundary = start.waits[0][0]
         step_us = usual_us if start.step_us is None else start.step_us
@@ -197,12 +197,12 @@ def _marks(start: Start, work_begins: int, follower: Start | None) -> Marks:
     if start.end is not None:
         marks.append((start.ended, start.end.step))
     if follower is not None:
-        marks.append((start.ended, follower.trainer_started.step))  # it had passed that one, seen or not
+        marks.append((start.ended, follower.trainer_started.step))  # it had passed that step, recorded or not
     return rising(marks)
 
 
 def _cut(starts: list[Start], index: int) -> int:
-    """Take from earlier starts the steps that the start ``index`` trains again. Return the time that this costs."""
+    """Subtract from earlier starts the steps that the start ``index`` trains again. Return their time."""
     cost = 0
     step = starts[index].trainer_started.step
     for earlier in reversed(starts[:index]):
@@ -215,7 +215,7 @@ def _cut(starts: list[Start], index: int) -> int:
 
 
 def _work(start: Start, waits: Marks) -> list[TimeSpan]:
-    """Return what counts, what was trained again, and what follows the last boundary."""
+    """Return the spans that count, that were trained again, and that follow the last boundary."""
     begin = start.marks[0][0]
     kept_at = start.passed(start.kept)
     reached_at = start.passed(start.reached)
@@ -274,7 +274,7 @@ def _newest(files: Sequence[EventFile], starts: list[Start]) -> dict[str, Newest
     in_memory: Newest = []
     for start in starts:
         for line in start.progress:
-            if line.captured >= 0:  # the last look at a trainer may come after its end
+            if line.captured >= 0:  # the last observation of a trainer may come after its end
                 in_memory.append((min(microseconds(line.t), start.ended), line.captured))
     protected: Newest = []
     completed: dict[str, Marks] = {}

@@ -1,4 +1,4 @@
-"""The starts and levels of a run, read from its files of events. Pure; all reports are made of them.
+"""The starts and levels of a run, read from its event files. Pure; all reports use them.
 
 Times are whole microseconds of Unix time, so that sums are exact.
 """
@@ -79,19 +79,21 @@ class Start:
     began: int
     ended: int
     how: str | None
-    """The way it ended; ``None`` if nobody saw the end of the last start: it runs, or was lost with its keeper."""
+    """The way it ended; ``None`` if the end of the last start was not recorded: it is running, or was lost with its
+    keeper.
+    """
     progress: list[Progress]
     end: TrainerEnded | None
     waits: Marks = field(default_factory=list)
     """Time waited for copies since its first boundary; empty if it passed none."""
     marks: Marks = field(default_factory=list)
-    """The newest step passed. It begins when work begins, with the step from which this start continued."""
+    """The newest step at each time. It begins when work begins, with the step from which this start continued."""
     kept: int = 0
     """The step up to which its work counts; later steps were trained again."""
 
     @property
     def every(self) -> int:
-        """Steps from one capture to the next, at last."""
+        """Steps between captures, the last value."""
         return self.progress[-1].every if self.progress else self.trainer_started.every_n_steps
 
     @property
@@ -131,7 +133,7 @@ def ranks_in(files: Iterable[EventFile]) -> list[int]:
 
 
 def starts_of(files: Sequence[EventFile]) -> list[Start]:
-    """Return the starts of rank 0, or of the least rank whose lines are there. They do not overlap.
+    """Return the starts of rank 0, or of the lowest rank with lines. They do not overlap.
 
     ``files``: those of all nodes, of one run. Empty if no training named itself.
     """
@@ -146,7 +148,7 @@ def starts_of(files: Sequence[EventFile]) -> list[Start]:
             file_of.setdefault(event.start, file)
             lines_of.setdefault(event.start, []).append(event)
             if isinstance(event, TrainerStarted):
-                names.setdefault(event.start, event)  # it names itself again to a new keeper: the first time counts
+                names.setdefault(event.start, event)  # it reports itself again to a new keeper: the first time counts
     ordered = sorted(names.values(), key=attrgetter("t"))
     starts: list[Start] = []
     for name, follower in zip_longest(ordered, ordered[1:]):
@@ -238,7 +240,7 @@ class LevelUse:
     checksum_s: float = 0.0
     """The part of ``seconds`` that checksums took, of all threads together."""
     read_back_s: float = 0.0
-    """After these; 0: it is not read back."""
+    """The seconds to read back after the write; 0: not read back."""
     failures: int = 0
 
 

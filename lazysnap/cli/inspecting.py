@@ -1,4 +1,4 @@
-"""``lazysnap ls``, ``show`` and ``verify``: the snapshots of a level, one of them, and whether they are sound."""
+"""``lazysnap ls``, ``show`` and ``verify``: list the snapshots of a level, show one, and verify them."""
 
 import argparse
 import contextlib
@@ -27,7 +27,7 @@ from lazysnap.snapshots.reader import OpenSnapshot, open_snapshot, retry_if_dele
 
 _MAX_NEIGHBOURS = 64
 _MAX_DEPTH = 40
-"""Levels of nesting that are shown one by one. A deeper value is one line."""
+"""Levels of nesting that are shown separately. A deeper value is one line."""
 _BARE: dict[str, Any] = {
     "run_id": None,
     "size_bytes": 0,
@@ -87,9 +87,9 @@ def show_snapshots(
     """Print a table of snapshots, the smallest step first, unless there are none.
 
     Args:
-        output: where to.
+        output: the output.
         contents: the level.
-        states: snapshots of the level, each with its state in words, and a style for that.
+        states: snapshots of the level, each with a text and a style for its state.
         bare_steps: steps of directories without a valid manifest.
     """
     rows: list[dict[str, Any]] = []
@@ -121,7 +121,7 @@ def show_snapshots(
             named_rows = []
     output.line(contents.url, "bold")
     output.show(table)
-    for row in named_rows:  # a name that is cut is useless for a restart
+    for row in named_rows:  # a truncated name is useless for a restart
         output.line(f"step {row['step']} of run {row['run']} is named {row['names']}")
     if contents.newest_run is not None and len(contents.runs) > 1:
         output.line(f"newest run: {contents.runs[contents.newest_run]}")
@@ -171,7 +171,7 @@ def _listed(snapshot: StoredSnapshot) -> dict[str, Any]:
 
 
 def _state_of(snapshot: StoredSnapshot) -> tuple[str, str]:
-    """Say in words if a snapshot can be restored from this level alone, with a colour for it."""
+    """Return a text and a colour that tell whether a snapshot can be restored from this level alone."""
     if snapshot.is_complete:
         return "complete", "green"
     return f"{snapshot.ranks} of {snapshot.world_size} ranks", "yellow"
@@ -188,7 +188,7 @@ def _text_of_nothing(url: str, levels_near: list[str]) -> str:
 
 
 def _levels_near(storage: Storage) -> list[str]:
-    """Return levels in the directories of ``storage``, or the level that it is part of: a hint, if it has no snapshots.
+    """Return levels in the directories of ``storage``, or the level that contains it: a hint if it has no snapshots.
 
     Blocks: one listing per directory, of a few dozen at most. Raises nothing.
     """
@@ -436,7 +436,7 @@ def check(storage: Storage, snapshot: StoredSnapshot, advance: Callable[[int], N
 
 
 def _problem_of(place: FilePlace, manifest: Manifest, advance: Callable[[int], None]) -> str | None:
-    """Return what is wrong with a file, ``GONE`` if it was deleted, ``None`` if it is good."""
+    """Return the defect of a file, ``GONE`` if it was deleted, ``None`` if it is good."""
     try:
         read_node_file(place, manifest, progress=advance)
     except FormatError as error:

@@ -18,11 +18,11 @@ from lazysnap.keeper.questions import Answer, NodeState, Question
 from lazysnap.keeper.wire import OtherVersion
 
 _LEAST_S = 0.5
-"""Seconds for which the answer of a keeper is waited for, also if ``--timeout`` is over: a silent one may be killed."""
+"""Minimum seconds to wait for the answer of a keeper, also after ``--timeout``: a silent keeper may be killed."""
 
 
 def identities(job: str) -> list[JobIdentity]:
-    """Return the jobs that ``job`` may mean: a ``job_id``, or the path or URL of a first level."""
+    """Return the possible jobs for ``job``: a ``job_id``, or the path or URL of a first level."""
     names = dict.fromkeys((job, resolve_url(job)))
     return [JobIdentity.from_config(SnapshotConfig(job_id=name)) for name in names]
 
@@ -34,7 +34,7 @@ class KeeperProcess:
     identity: JobIdentity
     pid: int
     is_reachable: bool
-    """True if its socket is where this process looks for it."""
+    """True if its socket is at the path that this process uses."""
 
 
 def of_this_node() -> Iterator[KeeperProcess]:
@@ -74,21 +74,21 @@ class KeeperAnswer:
     identity: JobIdentity
     pid: int
     state: NodeState | None = None
-    """``None``: it did not answer, or no training began yet."""
+    """The state; ``None`` if it did not answer, or no training began yet."""
     problem: str = ""
 
 
 def ask(identity: JobIdentity, pid: int, timeout_s: float) -> KeeperAnswer | None:
     """Ask the keeper of a job for its state; ``None`` if there is no keeper. Blocks: at most ``timeout_s``.
 
-    ``pid``: the process that is known to be it; 0, if none is.
+    ``pid``: its known process id, or 0.
     """
     deadline_s = time.monotonic() + timeout_s
     try:
         channel = try_connect(identity)
     except KeeperError as error:
         return KeeperAnswer(identity, pid, problem=str(error))
-    if channel is None and _is_stopped(pid):  # many may have asked it already
+    if channel is None and _is_stopped(pid):  # its queue of connections may be full
         return KeeperAnswer(identity, pid, problem=_why_silent(pid, timeout_s))
     if channel is None:
         return None
@@ -142,7 +142,7 @@ def stop(args: argparse.Namespace, output: Output) -> int:
         refusal = answer.text
         if not refusal and not _wait_for_end(pid, deadline):
             refusal = (
-                f"it did not end within {args.timeout:g} s: it was told to, and ends when its last write is over; "
+                f"it did not end within {args.timeout:g} s: it will end after its last write; "
                 f"`kill {pid}` ends it now, and loses what is only in memory"
             )
         if refusal:

@@ -1,7 +1,6 @@
 """The output of a command: its result on stdout, as tables or as one JSON object; messages on stderr.
 
-Names in a snapshot are written by whoever wrote the snapshot. They are shown as text, never as markup or as control
-characters of a terminal.
+Names in a snapshot are untrusted. They are shown as text, never as markup or control characters of a terminal.
 """
 
 import argparse
@@ -34,9 +33,9 @@ _PIPE_WIDTH = 160
 _GAP = 2
 """Spaces between columns."""
 _SHORTEST = 8
-"""Characters of a cell that always stay."""
+"""Minimum characters of a cell."""
 _UNLIMITED = 1 << 16
-"""Characters of a line on a screen that is wide enough for all."""
+"""Characters of a line on a screen of unlimited width."""
 
 
 def safe(value: object) -> str:
@@ -63,7 +62,7 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def seconds_text(seconds: float | None) -> str:
-    """Return a time as text for people; empty, if it is unknown."""
+    """Return a time as text; empty if unknown."""
     if seconds is None:
         return ""
     return duration(seconds)
@@ -80,7 +79,7 @@ def command_words(args: argparse.Namespace) -> list[str]:
 
 
 def when(time_ns: int) -> str:
-    """Return a Unix time in nanoseconds as text for people."""
+    """Return a Unix time in nanoseconds as text."""
     try:
         return datetime.fromtimestamp(time_ns / 1e9, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
     except (OverflowError, ValueError, OSError):
@@ -88,7 +87,7 @@ def when(time_ns: int) -> str:
 
 
 def without_beginning(text: str, max_length: int) -> str:
-    """Return at most ``max_length`` characters of a path or URL: its end says most."""
+    """Return at most the last ``max_length`` characters of a path or URL."""
     if len(text) <= max_length:
         return text
     return f"…{text[len(text) - max_length + 1 :]}"
@@ -105,7 +104,7 @@ class Output:
     """The output of one command."""
 
     def __init__(self, command: str, *, as_json: bool, redaction: Redaction) -> None:
-        """``redaction`` hides secrets in all that is shown."""
+        """``redaction``: hides secrets in all output."""
         self._command = command
         self.as_json = as_json
         self.hide = redaction.clean
@@ -127,9 +126,9 @@ class Output:
         """Return a table. Its cells are one line each.
 
         Args:
-            title: the line above; empty: none.
-            columns: their heads. One that ends in ``>`` is of numbers. One that ends in ``<`` is of paths: where the
-                screen is too narrow, they lose their beginning.
+            title: the line above; empty for none.
+            columns: their heads. ``>`` at the end marks numbers. ``<`` at the end marks paths, which are truncated
+                at the beginning if the screen is too narrow.
             rows: the cells of each row.
         """
         table = Table(title_justify="left", title_style="", box=SIMPLE_HEAD, padding=(0, _GAP - 1, 0, 0))
@@ -161,7 +160,7 @@ class Output:
         return table
 
     def fits(self, table: Table) -> bool:
-        """True if no cell of the table is cut on this screen."""
+        """True if no cell of the table is truncated on this screen."""
         unlimited = self._results.options.update(max_width=_UNLIMITED)
         return self._results.measure(table, options=unlimited).maximum <= self.width
 
@@ -179,7 +178,7 @@ class Output:
         self._messages.print(self.cell(text, style), soft_wrap=True)
 
     def result(self, *, ok: bool = True, **fields: Any) -> int:
-        """Print the result as one JSON object, if that was requested. Return the exit code."""
+        """Print the result as one JSON object, if requested. Return the exit code."""
         if self.as_json:
             sys.stdout.write(json.dumps(self._hidden({"command": self._command, "ok": ok, **fields})) + "\n")
         if ok:
@@ -187,7 +186,7 @@ class Output:
         return BAD
 
     def error(self, text: str) -> None:
-        """Print the error because of which the command has no result."""
+        """Print the error that replaces the result of the command."""
         first, *more = text.split("\n")
         self._messages.print(Text.assemble(("error:", "red"), " ", self.cell(first)), soft_wrap=True)
         for line in more:
@@ -196,7 +195,7 @@ class Output:
 
     @contextlib.contextmanager
     def bar(self, title: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a progress bar on a terminal. Yield a function that takes the number of further bytes that are done."""
+        """Show a progress bar on a terminal. Yield a function that receives the number of further done bytes."""
         columns = (
             TextColumn("{task.description}", markup=False),
             BarColumn(),

@@ -1,4 +1,4 @@
-"""``lazysnap prune``: delete by the rules of retention, and what dead writers left. It shows what, and asks."""
+"""``lazysnap prune``: delete snapshots by the rules of retention, and files of dead writers, after confirmation."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ from lazysnap.snapshots.catalogue import Catalogue, StoredSnapshot
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Prune. Blocks. Exit code 1 if something damaged was seen. Raises: LevelError, ConfigError."""
+    """Prune. Blocks. Exit code 1 if there is damage. Raises: LevelError, ConfigError."""
     if args.json and not (args.yes or args.dry_run):
         raise ConfigError("--json cannot ask: add --yes or --dry-run")
     if args.keep_every is not None and args.keep_last is None:
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
 
 class _Plan:
-    """The deletions to do. Snapshots that stay in place of others are read back first."""
+    """The planned deletions. Snapshots that stay instead of others are verified first."""
 
     def __init__(self, catalogue: Catalogue, args: argparse.Namespace, output: Output) -> None:
         """Blocks. Raises: LevelError."""
@@ -69,11 +69,11 @@ class _Plan:
         self._output = output
         self._name = args.name
         self._count = args.keep_last or 0
-        """Snapshots of a run that must be sound before others may go; 0: none may go."""
+        """Snapshots of a run that must be valid before others may be deleted; 0: none may be deleted."""
         level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
         self._retention = Retention(level.keep_last, level.keep_every_n_steps)
         self.leftovers = [leftover.path for leftover in leftovers(self._storage, None)]
-        """Objects without a commit; they are deleted unless a living writer holds them."""
+        """Uncommitted objects; they are deleted unless a living writer holds them."""
         self.delete: list[StoredSnapshot] = []
         self.keep: list[tuple[StoredSnapshot, str]] = []
         """Snapshots to keep, each with the reason."""
@@ -98,7 +98,7 @@ class _Plan:
         return sum(snapshot.size_bytes for snapshot in self.delete)
 
     def __bool__(self) -> bool:
-        """True if there is anything to do."""
+        """Return True if there is anything to do."""
         return bool(self.delete or self.unnamed or self.leftovers)
 
     def _plan_run(self, snapshots: list[StoredSnapshot]) -> None:
@@ -116,8 +116,9 @@ class _Plan:
                 self.keep.append((snapshot, reason))
 
     def _why_kept(self, snapshot: StoredSnapshot, sound: list[SnapshotKey], *, is_newest: bool) -> str | None:
-        """Return why retention keeps a snapshot, ``None`` if it does not. ``sound``: the newest snapshots of its run
-        that count."""
+        """Return the reason why retention keeps a snapshot, else ``None``. ``sound``: the newest valid snapshots of its
+        run.
+        """
         if set(snapshot.names) - {self._name}:
             return "named"
         newer = sum(key > snapshot.key for key in sound)
@@ -127,13 +128,13 @@ class _Plan:
             if is_newest:
                 return "newest complete"
             return "by the rules"
-        # Nobody needs an incomplete one once a newer one is complete.
+        # An incomplete snapshot is not needed once a newer one is complete.
         if newer >= 1 and all(place.is_stale() for place in self._places(snapshot)):
             return None  # no copy of it is in progress
         return "maybe in use"
 
     def _sound(self, complete: list[StoredSnapshot]) -> list[SnapshotKey]:
-        """Return the newest snapshots that read back whole, as many as are to be kept. Damaged ones do not count."""
+        """Return the newest valid snapshots, as many as must be kept. Damaged ones do not count."""
         sound: list[SnapshotKey] = []
         for snapshot in reversed(complete):
             if len(sound) == self._count:
@@ -158,9 +159,9 @@ class _Plan:
         return [FilePlace.of(self._storage, entry) for entry, _ in snapshot.files]
 
     def carry_out(self) -> list[str]:
-        """Delete, and return what was deleted. Blocks. Raises: LevelError.
+        """Delete, and return the deleted snapshots. Blocks. Raises: LevelError.
 
-        Manifests go first: an interruption leaves garbage, no half snapshot.
+        Manifests are deleted first, so an interruption leaves garbage, but no partial snapshot.
         """
         deleted: list[str] = []
         for snapshot in self.unnamed:
@@ -168,7 +169,7 @@ class _Plan:
         with self._output.bar("deleting", self.size_bytes) as advance:
             for snapshot in list(self.delete):
                 advance(snapshot.size_bytes)
-                # Asked again, because the question to the user may have taken a while.
+                # Checked again, because the user may have answered late.
                 if delete_files(self._places(snapshot)):
                     deleted.append(snapshot.location)
                 else:
@@ -178,7 +179,7 @@ class _Plan:
         return [*deleted, *sweep(self._storage)]
 
     def show(self) -> None:
-        """Print what is to be done."""
+        """Print the plan."""
         output = self._output
         states = []
         for snapshot in self.delete:
@@ -196,6 +197,6 @@ class _Plan:
 
 def _agreed(output: Output) -> bool:
     if not sys.stdin.isatty():
-        raise ConfigError("there is nobody to ask: add --yes to delete, or --dry-run to look")
+        raise ConfigError("cannot ask for confirmation: add --yes to delete, or --dry-run to look")
     output.say("delete them? [y/N] ")
     return sys.stdin.readline().strip().lower() in ("y", "yes")

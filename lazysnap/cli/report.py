@@ -1,6 +1,6 @@
-"""``lazysnap report``: the goodput of a run over all its restarts, and what each interruption cost.
+"""``lazysnap report``: the goodput of a run over all its restarts, and the cost of each interruption.
 
-The keys of ``--json`` (docs/cli.md) are the one set of figures: the screen and the page are made of it.
+The keys of ``--json`` (docs/cli.md) are the complete set of figures: the screen and the page use it.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from lazysnap.resolver import MEMORY
 _BINS = 120
 _BAR_WIDTH = 32
 _SHOWN = 8
-"""Interruptions, and notes, that the screen shows."""
+"""Maximum interruptions and notes on the screen."""
 _SILENT_S = 60
 _ENDS = {UNSEEN: "died with keeper", GOODBYE: "ended well"}
 LABELS = {
@@ -96,12 +96,12 @@ def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | Non
 
 
 def write_file(path: str, text: str) -> None:
-    """Write a text file. It replaces only a file that begins alike. Raises: ConfigError, OSError."""
+    """Write a text file. It replaces only a file with the same beginning. Raises: ConfigError, OSError."""
     mark = text[:24]
     if os.path.lexists(path):
         with open(path, "rb") as file:
             if file.read(len(mark)) not in (b"", mark.encode()):
-                raise ConfigError(f"{path} is there already, and this command did not write it: choose another name")
+                raise ConfigError(f"{path} already exists, and this command did not write it: choose another name")
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
 
@@ -171,7 +171,7 @@ def figures_of(run_id: str, urls: list[str], files: Sequence[EventFile], result:
 
 
 def _over_time(result: Account) -> list[dict[str, Any]]:
-    """Return step, share of time waited, and how far each place was behind, at equal steps of time."""
+    """Return step, share of time waited, and the lag of each place, at equal intervals."""
     points = []
     begin = result.began
     for number in range(1, _BINS + 1):
@@ -232,7 +232,7 @@ def _note_figures(files: Sequence[EventFile]) -> list[dict[str, Any]]:
 
 
 def _text_of(event: Event) -> str:
-    """Return what an event says of trouble; empty: nothing."""
+    """Return the text for a problem in an event; empty if there is none."""
     match event:
         case Alert():
             return event.text or f"over: {event.about}"
@@ -362,7 +362,7 @@ def notes(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def length(seconds: float) -> str:
-    """Return a time as text for people, as in ``2 min 33 s``."""
+    """Return a time as text such as ``2 min 33 s``."""
     if not seconds:
         return "0 s"
     if seconds < 100:

@@ -32,12 +32,12 @@ svg text { font-size: 12px; fill: currentColor; }
 i { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
 """
 _Points = list[tuple[float, float]]
-"""Moments, and a value at each."""
+"""Times, and a value at each."""
 _Values = Sequence[float | None]
 
 
 def page(figures: dict[str, Any]) -> str:
-    """Return the page of the figures that ``report --json`` has."""
+    """Return the page for the figures of ``report --json``."""
     name, times, goodput, *further = map(escape, heading(figures))
     keys = ""
     for kind, label in LABELS.items():

@@ -1,6 +1,6 @@
-"""``lazysnap status``: the jobs of this node, and what would survive now.
+"""``lazysnap status``: the jobs of this node, and the snapshots that would survive a failure now.
 
-The keys of ``--json`` (docs/cli.md) are the one set of figures: the screen and the text for Prometheus are made of it.
+The keys of ``--json`` (docs/cli.md) are the complete set of figures: the screen and the text for Prometheus use it.
 """
 
 import argparse
@@ -31,8 +31,8 @@ _ANSWER_S = 2.0
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show the jobs of this node. Blocks: at most about ``_ANSWER_S``.
 
-    Returns: 1 if a keeper does not answer, a level fails or a job has another problem. For Prometheus always 0: the
-    text has the number of problems. Raises: ConfigError.
+    Returns: 1 if a keeper does not answer, a level fails or a job has another problem. For Prometheus always 0, because
+    the text has the number of problems. Raises: ConfigError.
     """
     if args.prometheus and args.json:
         raise ConfigError("--prometheus and --json are two forms of the same numbers: choose one")
@@ -73,7 +73,7 @@ def _ask(keeper: KeeperProcess) -> KeeperAnswer | None:
 
 
 def job_figures(keeper: KeeperAnswer) -> dict[str, Any]:
-    """Return the figures of a job: the same keys whether its keeper answers or not."""
+    """Return the figures of a job: the same keys with or without an answer of its keeper."""
     figures: dict[str, Any] = {
         "job": keeper.identity.job_id,
         "keeper": keeper.pid,
@@ -169,7 +169,7 @@ def _age_s(time_ns: int | None) -> float | None:
 
 
 def _problems(state: NodeState) -> list[str]:
-    """Return what keeps a job from being safe, in words. Pure."""
+    """Return texts for the problems of a job. Pure."""
     problems = []
     for rank in state.ranks:
         if rank.phase in ALIVE and not rank.slots:
@@ -268,7 +268,7 @@ def _job(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
 
 
 def _life(ranks: list[dict[str, Any]]) -> str:
-    """Say whether the training lives; of several ranks, the first that does not counts."""
+    """Return a text for the state of the training; with several ranks for the first that has ended."""
     if not ranks:
         return "training ended well; old snapshots are being named and deleted"
     rank = ranks[0]
@@ -341,7 +341,7 @@ def _loss_rows(job: dict[str, Any], output: Output) -> Iterator[list[object]]:
 
 
 def _steps_lost(outcome: dict[str, Any], reached: int) -> str:
-    """Say how many steps would be lost of those that training passed."""
+    """Return a text for the number of completed steps that would be lost."""
     counts = []
     for resumed in (outcome["if_disks_stay"], outcome["safe"]):
         if resumed["step"] is not None:
@@ -355,7 +355,7 @@ def _resumed(outcome: dict[str, Any], urls: list[str]) -> str:
     safe_step = outcome["safe"]["step"]
     disk_step = outcome["if_disks_stay"]["step"]
     if safe_step is None and disk_step is None:
-        return "nothing: it begins anew"
+        return "nothing: it starts over"
     if disk_step is None:
         return f"step {safe_step} from {source_text(outcome['safe']['source'], urls)}"
     if safe_step is None:
@@ -408,7 +408,7 @@ def _ago(age_s: float | None) -> str:
 
 def _notes(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
     for level in job["levels"]:
-        if level["failure"] and not level["is_failing"]:  # else it is one of the problems
+        if level["failure"] and not level["is_failing"]:  # otherwise it is one of the problems
             ago = ""
             if level["failure_age_s"] is not None:
                 ago = f", {_ago(level['failure_age_s'])}"

@@ -1,4 +1,4 @@
-"""Survival: the snapshots that the loss of processes and nodes would leave, by the state that a keeper reports."""
+"""Computes which snapshots survive the loss of processes and nodes, from the state of a keeper."""
 
 import pathlib
 import re
@@ -14,9 +14,9 @@ OTHER_NODES = "memory of other nodes"
 ALIVE = ("attached", "away")
 """Phases of a rank whose trainer lives."""
 _MOST_OF_SOURCE = 20
-"""Characters of a URL beside other text."""
+"""Maximum characters of a URL within other text."""
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs")
-"""File systems that are on no disk of this node."""
+"""File systems that are not on a disk of this node."""
 
 
 @dataclass(frozen=True)
@@ -29,15 +29,15 @@ class RestartPoint:
 
 @dataclass(frozen=True)
 class Survival:
-    """The snapshots that one loss leaves."""
+    """The snapshots that survive one loss."""
 
     safe: RestartPoint = field(default_factory=RestartPoint)
     if_disks_stay: RestartPoint = field(default_factory=RestartPoint)
-    """A newer snapshot, on disks of the nodes that are lost."""
+    """A newer snapshot, on disks of the lost nodes."""
 
 
 def source_text(source: str, levels: Collection[str]) -> str:
-    """Return a source as text beside other text. ``levels``: the URLs of the job; the only one is called storage."""
+    """Return a source as text. ``levels``: the URLs of the job; a single one is called storage."""
     if source == OTHER_NODES:
         return "other nodes"
     if set(levels) == {source}:
@@ -65,7 +65,7 @@ def survival(state: NodeState) -> dict[str, Survival]:
 
 
 def memory_step(state: NodeState) -> int | None:
-    """Return the newest step that memory of this node holds whole, of all its ranks. Pure."""
+    """Return the newest step that all ranks of this node have whole in memory. Pure."""
     if state.common_step is not None or len(state.ranks) != 1:
         return state.common_step
     captures = state.ranks[0].captures
@@ -89,7 +89,7 @@ def _stored_at(level: LevelFacts) -> RestartPoint:
 
 
 def _newest(candidates: Iterable[RestartPoint]) -> RestartPoint:
-    """Return the one with the greatest step; of the same step, the first."""
+    """Return the snapshot with the greatest step; of equal steps the first."""
     newest = RestartPoint()
     for candidate in candidates:
         if candidate.step is not None and (newest.step is None or candidate.step > newest.step):
@@ -98,7 +98,7 @@ def _newest(candidates: Iterable[RestartPoint]) -> RestartPoint:
 
 
 def _is_elsewhere(level: LevelFacts, nodes: int) -> bool:
-    """True if what is stored there survives this node. The place itself is not touched: it might not answer."""
+    """True if snapshots stored there survive this node. Does not access the place, which might not answer."""
     if urlsplit(level.url).scheme or (nodes > 1 and level.is_shared):
         return True
     mountinfo = pathlib.Path("/proc/self/mountinfo").read_text()

@@ -1,4 +1,4 @@
-"""Digests by which a restart notices that a loader gives other data than before."""
+"""Digests with which a restart detects that a loader gives other data than before."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,14 @@ import xxhash
 from torch.utils.data import Subset
 
 _MOST_BYTES = 1 << 20
-"""The beginning of each tensor or array is enough."""
+"""Maximum bytes of each tensor or array."""
 _MOST_SUBSETS = 8
 
 
 def digest_of(value: Any) -> int:
     """Return a digest of a batch, or of indices.
 
-    Tensors on a device, and of special kinds (sparse, quantized), count by shape and dtype alone.
+    For tensors on a device, and of special kinds (sparse, quantized), only shape and dtype count.
     """
     digest = xxhash.xxh3_64()
     _add(digest, value)
@@ -49,7 +49,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     """True if ``bytes_of`` can read the values of a tensor."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
-    # Other classes have operations of their own, and maybe no memory (DTensor, MaskedTensor).
+    # Other classes override operations, and may have no memory (DTensor, MaskedTensor).
     return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 

@@ -1,8 +1,8 @@
-"""Search for the random generators that data loaders, samplers, datasets and transforms keep for themselves.
+"""Searches for the random generators of data loaders, samplers, datasets and transforms.
 
-Attributes, lists, tuples, dicts, closures, arguments of ``functools.partial``, class attributes and module globals
-that a dataset's functions name are searched. What lies outside is not found: a generator inside a C extension, or one
-that a function makes again at each call.
+It searches attributes, lists, tuples, dicts, closures, arguments of ``functools.partial``, class attributes and module
+globals that a dataset's functions use. It does not find a generator inside a C extension, or one that a function
+creates at each call.
 """
 
 import functools
@@ -17,36 +17,36 @@ from typing import Any
 import torch
 
 MOST_VISITS = 50_000
-"""Values that one search looks at: about 50 ms."""
+"""Maximum values of one search: about 50 ms."""
 _MOST_DEPTH = 12
 _LONG = 64
-"""Items from which on a container that holds no generator is remembered, so that it is searched only once."""
+"""Minimum items of a container without generators that is remembered, so that it is searched only once."""
 _PLAIN = (
     *(bool, int, float, complex, str, bytes, bytearray, memoryview, type(None), type, types.ModuleType, torch.Tensor),
-    logging.Logger,  # it leads to all loggers of the process
+    logging.Logger,  # it references all loggers of the process
 )
 _SEQUENCES = (list, tuple, deque)
-"""No sets: their order is another one in each process."""
+"""No sets: their order differs between processes."""
 _READING = ("__getitem__", "__getitems__", "__iter__", "__next__", "__call__", "forward")
 """Methods of a dataset, sampler or transform that may name generators of their module."""
 _SKIPPED = ("_iterator", "_lazysnap_position", "_parameters", "_buffers")
 """Attributes that are not searched: the iterator of a loader lives for one epoch, and draws from the loader."""
 _LIBRARIES = frozenset([*sys.stdlib_module_names, "torch", "numpy"])
-"""Packages whose functions name no generator that belongs to a dataset."""
+"""Packages whose functions use no generator of a dataset."""
 
 
 class GeneratorSearch:
     """One search below some objects.
 
-    ``barren``: long containers in which an earlier search found nothing; the search adds to it. It refers to them, so
-    that no other object gets their identity.
+    ``barren``: long containers without generators; the search adds to it. It references them, so that their ids are not
+    reused.
     """
 
     def __init__(self, barren: dict[int, tuple[Any, int]]) -> None:
         self.generators: dict[str, Any] = {}
-        """The generators, by the path at which they were found."""
+        """The generators by path."""
         self.is_complete = True
-        """False if some values were not looked at, because there are too many."""
+        """False if there were too many values to search all."""
         self._barren = barren
         self._seen: set[int] = set()
         self._visits = 0
@@ -69,7 +69,7 @@ class GeneratorSearch:
         self._seen.add(id(value))
         if is_generator(value):
             self.generators[path] = value
-        elif isinstance(value, (*_SEQUENCES, dict)):  # any other mapping may be the data itself, such as an HDF5 file
+        elif isinstance(value, (*_SEQUENCES, dict)):  # other mappings may be the data itself, such as an HDF5 file
             self._visit_container(value, path, depth)
         else:
             for name, inner in _parts(value):
@@ -108,7 +108,7 @@ def is_generator(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Give the parts of an object that may hold generators, by name."""
+    """Yield the parts of an object that may contain generators, by name."""
     if isinstance(value, functools.partial):
         yield "func", value.func
         yield "args", value.args
@@ -137,7 +137,7 @@ def _attributes(value: Any) -> list[str]:
 
 
 def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Give what a function closes over, its defaults, and what it names in its module."""
+    """Yield the closure variables, the defaults and the used module globals of a function."""
     if function.__module__ is None or function.__module__.partition(".")[0] in _LIBRARIES:
         return
     for number, cell in enumerate(function.__closure__ or ()):
@@ -152,7 +152,7 @@ def _parts_of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]
 
 
 def _parts_of_class(kind: type) -> Iterator[tuple[str, Any]]:
-    """Give the generators among the attributes of a class, and the methods by which a dataset is read."""
+    """Yield the generators among the attributes of a class, and the methods that read a dataset."""
     for owner in kind.__mro__:
         if owner.__module__.partition(".")[0] in _LIBRARIES:
             continue

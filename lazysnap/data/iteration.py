@@ -1,4 +1,4 @@
-"""One iteration of a data loader: it begins at a position, gives batches, and notes how to get there again."""
+"""One iteration of a data loader: begins at a position, yields batches, and records how to reach its position again."""
 
 import itertools
 import logging
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOT_NOTED = ("given", "last_index", "now", "checkpoint", "layout", "at_end", "was_left")
-"""Fields of a position that do not hold for its whole iteration."""
+"""Fields of a position that change during its iteration."""
 _LONG_S = 1.0
 _NO_ORDER = (
     "%s: with in_order=False the order of the batches depends on the speed of the workers: a restart trains some "
@@ -81,20 +81,20 @@ class Iteration:
         self.given = 0
         self.is_over = False
         self.before: dict[str, Any] | None = None
-        """The position before the last batch, where the consumer holds that one."""
+        """The position before the last batch, if the consumer still holds that batch."""
 
     def __iter__(self) -> "Iteration":
         return self
 
     @property
     def notes(self) -> dict[str, Any]:
-        """Notes since it began."""
+        """Records since the iteration began."""
         return self._plan.notes
 
     def record(self, *, is_at_end: bool) -> dict[str, Any]:
-        """Return its notes, the batches that it gave, and the newest checkpoint before that.
+        """Return the records, the number of batches, and the newest checkpoint.
 
-        ``is_at_end``: it gave its last batch.
+        ``is_at_end``: the last batch was given.
         """
         record = {**self.notes, "given": self.given, "last_index": self._plan.digest_of_index(self.given)}
         checkpoint = self._plan.checkpoint_behind(self.given, is_at_end=is_at_end)
@@ -134,13 +134,13 @@ class Iteration:
 
     @property
     def _only_rereads(self) -> bool:
-        """True if only reading the data again leads back to a place in them."""
+        """True if a position can only be reached by reading the data again."""
         if self._plan.is_asked or self._can_pass:
             return False
         return not (self._plan.follows and saves_position(getattr(self._base, "dataset", None)))
 
     def _note_first_batch(self, batch: Any) -> None:
-        """Note a digest of the epoch's first batch; after a restart compare it with that of before."""
+        """Record a digest of the epoch's first batch; after a restart compare it with the earlier one."""
         digest = digest_of(batch)
         self.notes["first_batch"] = digest
         digest_before = (self._plan.origin or {}).get("first_batch")
@@ -164,7 +164,7 @@ class Iteration:
         self.given = batches
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue after ``state["given"]`` batches, with the random generators as they were there."""
+        """Continue after ``state["given"]`` batches, with the random generators of that position."""
         if "at_iter" not in state:  # nothing was read
             self.begin()
             return
@@ -198,19 +198,21 @@ class Iteration:
         position.streams.restore(state["now"])
 
     def _choose_start(self, num_given: int) -> int:
-        """Choose where the loader begins; return after how many batches."""
+        """Choose where the loader begins. Returns: the number of batches before that."""
         plan = self._plan
         at = int(plan.start.get("at", 0))
         if "loader" in plan.start or not self._can_pass:
             return at
-        # Other workers draw other augmentation, whether they read the batches of before again or not.
+        # Other workers draw other augmentation, even if they read the earlier batches again.
         if not plan.workers or self._position.has_other_workers:
             at = self._without_last(num_given)
         plan.passes = at
         return at
 
     def _without_last(self, batches: int) -> int:
-        """Return ``batches``, less the last one of an epoch where Accelerate's loaders must give it to count that."""
+        """Return ``batches``, without the last one of an epoch if Accelerate's loaders must yield it to count the
+        epoch.
+        """
         is_whole_epoch = batches > 0 and batches == length_of(self._position.loader)
         if self._plan.reads_ahead and is_whole_epoch:
             return batches - 1
@@ -254,18 +256,18 @@ class Iteration:
             plan.notes["is_early"] = True
 
     def _begin_nodes(self) -> None:
-        """Let nodes of torchdata, which read ahead, draw their order with the generators of the beginning."""
+        """Let nodes of torchdata, which prefetch, draw their order with the generators of the beginning."""
         if not hasattr(self._inner, "has_next"):
             return
         has_next = self._inner.has_next()
-        self._inner._cached_state_dict = None  # else it would be their state from here on
+        self._inner._cached_state_dict = None  # otherwise it would be their later state
         if has_next:
             self._plan.begin()
             self._plan.load_own()
             self._inner = rest_of(self._base, self._make)
 
     def _warn_of_inexact(self) -> None:
-        """Name what this loader does not resume exactly, once."""
+        """Warn once about what this loader does not resume exactly."""
         base = self._base
         position = self._position
         if not is_first_rank():
@@ -283,7 +285,7 @@ class Iteration:
             position.warn_once(NOT_SEARCHED, base)
 
     def _read_again(self, batches: int) -> None:
-        """Read ``batches`` and drop them. Blocks; one line says how long, if that is more than seconds."""
+        """Read ``batches`` and drop them. Blocks; one line reports the duration, if it is more than some seconds."""
         started_s = time.monotonic()
         is_reported = False
         first = self.given

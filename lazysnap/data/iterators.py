@@ -1,9 +1,9 @@
 """Iterators of torch's ``DataLoader`` that follow an ``IterationPlan``.
 
-They skip indices in the sampler before the first batch, and note what each batch changes. Worker processes send
-the state of their random generators (and of a dataset that saves its own) with each batch after which it has changed.
-Whenever each worker gave the same number of batches, these states are a checkpoint: new workers begin there, and fewer
-batches than there are workers are read again.
+They skip indices in the sampler before the first batch, and record the changes of each batch. Worker processes send the
+state of their random generators (and of a dataset that saves its own) with each batch after which it has changed.
+Whenever each worker has given the same number of batches, these states are a checkpoint: new workers begin there, and
+read again fewer batches than there are workers.
 """
 
 import functools
@@ -23,7 +23,7 @@ from lazysnap.data.workers import SendStates, WorkerBatch
 
 
 def follow(plan: IterationPlan) -> bool:
-    """Let the next iterator of the plan's loader follow the plan. False if that iterator is of an unknown kind."""
+    """Make the next iterator of the plan's loader follow the plan. False if that iterator is of an unknown kind."""
     base = plan.base
     was_early = False
     if is_torchdata_in_process(base):
@@ -33,7 +33,7 @@ def follow(plan: IterationPlan) -> bool:
         if not is_plain or is_stateful(base):
             return False
         if isinstance(base._iterator, _WorkersIterator) and plan.origin is None:
-            base._iterator.plan = plan  # workers that stay: the next epoch
+            base._iterator.plan = plan  # persistent workers: the next epoch
             return True
         base._iterator = None
     base._get_iterator = functools.partial(_make_iterator, plan, was_early=was_early)
@@ -41,7 +41,7 @@ def follow(plan: IterationPlan) -> bool:
 
 
 def _make_iterator(plan: IterationPlan, *, was_early: bool) -> Any:
-    """Make the iterator of the loader's next iteration. ``was_early``: the program has drawn its seed before."""
+    """Make the iterator of the loader's next iteration. ``was_early``: the program has already drawn its seed."""
     base = plan.base
     del base._get_iterator
     streams_here = None
@@ -98,17 +98,17 @@ def _in_process(kind: Any) -> type:
 
 
 class _WorkersIterator(_FollowsPlan, _MultiProcessingDataLoaderIter):
-    """An iterator over batches of worker processes, which come with the states of these."""
+    """An iterator over batches of worker processes, which send their states with them."""
 
     def __init__(self, loader: Any, plan: IterationPlan) -> None:
         self.plan = plan
         workers = loader.num_workers
         self._states: list[Any] = list(plan.start.get("workers") or [None] * workers)
-        """The last state of each worker that came with a batch that was given."""
+        """The last state of each worker up to the last given batch."""
         self._arrived = list(self._states)
-        """The last state that each worker sent, also with a batch that waits."""
+        """The last received state of each worker, also of a waiting batch."""
         self._can_continue = [False] * workers
-        """True for each worker of which another process can continue after its last batch."""
+        """True for each worker after whose last batch another process can continue."""
         collate = loader.collate_fn
         init_worker = loader.worker_init_fn
         send_states = SendStates(loader, self._states)
@@ -122,7 +122,7 @@ class _WorkersIterator(_FollowsPlan, _MultiProcessingDataLoaderIter):
 
     @property
     def _base_seed(self) -> int:
-        """The seed of the workers: after a restart that of the workers before."""
+        """The seed of the workers: after a restart that of the earlier workers."""
         return int(vars(self)["seed"])
 
     @_base_seed.setter
@@ -137,7 +137,7 @@ class _WorkersIterator(_FollowsPlan, _MultiProcessingDataLoaderIter):
         super()._reset(loader, first_iter)
         self._began_at = plan.read
         self._has_ended = False
-        if not first_iter:  # a dataset begins again, which its last state does not say
+        if not first_iter:  # a dataset begins again, which its last state does not contain
             for worker, state in enumerate(self._arrived):
                 if state is not None:
                     self._arrived[worker] = {"streams": state["streams"]}

@@ -1,9 +1,9 @@
 """Layout of an epoch: ranks, batch size, length, workers. A restart compares it with the layout before.
 
 Positions count samples, so that another batch size or another number of ranks skips no sample and does not begin the
-epoch again. A sampler that divides one order among the ranks (torch's ``DistributedSampler``, Accelerate's shards) says
-among how many: ``n`` batches of every rank are the beginning of that order, and the new ranks begin after it. Else the
-length of the epoch shows it. Without a length, all ranks are taken to divide the data.
+epoch again. A sampler that divides one order among the ranks (torch's ``DistributedSampler``, Accelerate's shards)
+gives their number: ``n`` batches of every rank are the beginning of that order, and the new ranks begin after it.
+Otherwise the length of the epoch shows it. Without a length, all ranks are assumed to divide the data.
 
 Whole batches are skipped: less than one batch of every rank is trained twice, and nothing is skipped.
 """
@@ -33,7 +33,7 @@ def is_first_rank() -> bool:
 
 
 def length_of(value: Any) -> int | None:
-    """Return how many batches a loader gives, or samples a dataset has; ``None``, where that is not known."""
+    """Return the number of batches of a loader, or of samples of a dataset; ``None`` if unknown."""
     try:
         return len(value)
     except Exception:  # noqa: BLE001  the program's code, which training itself may never call
@@ -67,7 +67,7 @@ def _first_integer(parts: Sequence[Mapping[str, Any]], name: str) -> int | None:
 
 
 def _samples_of_a_step(parts: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the samples of the common order that one batch of every rank uses; ``None``, where that is not known."""
+    """Return the number of samples of the common order in one batch of every rank; ``None`` if unknown."""
     size = _first_integer(parts, "batch_size") or 1
     for attributes in parts:
         if attributes.get("split_batches") is True:  # Accelerate: each batch is divided among the ranks
@@ -79,16 +79,16 @@ def _samples_of_a_step(parts: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def trained_batches(state: Mapping[str, Any]) -> int:
-    """Return the batches of its epoch after which the position ``state`` is."""
+    """Return the number of batches before the position ``state`` in its epoch."""
     if state["given"] is None:
         return int(state["skip"])
     return int(state["given"])
 
 
 def passed_in(state: Mapping[str, Any], layout: EpochLayout) -> int | None:
-    """Return how many batches of now hold the samples that were trained, rounded down.
+    """Return how many current batches contain the trained samples, rounded down.
 
-    ``None``, if the position ``state`` was recorded with as many ranks and batches of the same size.
+    ``None`` if the position ``state`` was recorded with the same number of ranks and batch size.
     """
     before: EpochLayout = state["layout"]
     sizes = _sizes(before, layout)
@@ -109,7 +109,7 @@ def passed_in(state: Mapping[str, Any], layout: EpochLayout) -> int | None:
 
 
 def _sizes(before: EpochLayout, now: EpochLayout) -> tuple[int, int] | None:
-    """Return the samples of a step then and now; those of one rank's batch, where only that is known."""
+    """Return the samples of a step then and now; those of one rank's batch if only that is known."""
     keys = ["samples"]
     if before["ranks"] == now["ranks"]:
         keys.append("batch")
@@ -122,16 +122,16 @@ def _sizes(before: EpochLayout, now: EpochLayout) -> tuple[int, int] | None:
 
 
 def has_other_workers(state: Mapping[str, Any], layout: EpochLayout) -> bool:
-    """True if another number of worker processes read the running epoch of the position ``state``."""
+    """True if another number of worker processes read the current epoch of the position ``state``."""
     before: EpochLayout = state["layout"]
     same_ranks = before["ranks"] == layout["ranks"]
     return bool(trained_batches(state)) and same_ranks and before["workers"] != layout["workers"]
 
 
 def changes_in(state: Mapping[str, Any], layout: EpochLayout, *, is_iterable: bool) -> list[str]:
-    """Return, in sentences, what has changed in the data since ``state`` and what that means for its epoch.
+    """Return sentences about changes of the data since ``state``, and their effect on its epoch.
 
-    Another number of ranks is not named. ``is_iterable``: the dataset is.
+    They do not mention another number of ranks. ``is_iterable``: the dataset is iterable.
     """
     before: EpochLayout = state["layout"]
     sizes = _sizes(before, layout)
@@ -142,7 +142,7 @@ def changes_in(state: Mapping[str, Any], layout: EpochLayout, *, is_iterable: bo
     if before["subset"] != layout["subset"]:
         changes.append(
             "its Subset has other indices than in the snapshot, so other samples are trained from here on, maybe some "
-            "that were held out before: random_split without a seed draws anew at each start; give it "
+            "that were held out before: random_split without a seed draws again at each start; give it "
             "generator=torch.Generator().manual_seed(0)"
         )
     if before["data"] != layout["data"]:
@@ -165,7 +165,7 @@ def _change_of_batch_size(state: Mapping[str, Any], layout: EpochLayout, sizes: 
         at_most = "at most "
     return (
         f"a batch has {sizes[1]} samples, in the snapshot {sizes[0]}: of this epoch {num_trained} batches of "
-        f"{sizes[0]} were trained, and it continues behind {passed} of {sizes[1]}; {at_most}{again} of its samples are "
+        f"{sizes[0]} were trained, and it continues after {passed} of {sizes[1]}; {at_most}{again} of its samples are "
         "trained twice, none is skipped"
     )
 
@@ -178,13 +178,13 @@ def _change_of_length(state: Mapping[str, Any], layout: EpochLayout, key: str, u
     text = f"the data has {length_now} {unit}, in the snapshot {length_before}"
     num_trained = trained_batches(state)
     if not num_trained:
-        return [f"{text}: as in the program from here on"]
+        return [f"{text}: as in the program from now on"]
     passed = passed_in(state, layout)
     behind = num_trained
     if passed is not None:
         behind = passed
     return [
-        f"{text}: this epoch continues behind {behind} batches; where its order is shuffled, it skips some samples and "
+        f"{text}: this epoch continues after {behind} batches; if its order is shuffled, it skips some samples and "
         "trains others twice"
     ]
 

@@ -1,8 +1,8 @@
-"""Data loaders and datasets that save their own position, as torchdata's ``StatefulDataLoader``.
+"""Supports data loaders and datasets that save their own position, as torchdata's ``StatefulDataLoader``.
 
-Added to the state of such a loader (torchdata 0.11) are the random generators that loader, sampler or dataset keep: it
-draws a seed from its ``generator`` at each epoch and does not save it. Counters of batches are restored: of an iterable
-dataset that saves no position it counts batches twice when it reads them again.
+The state of such a loader (torchdata 0.11) lacks the random generators of loader, sampler and dataset, which are added:
+it draws a seed from its ``generator`` at each epoch and does not save it. Counters of batches are corrected: for an
+iterable dataset that saves no position it counts batches twice when it reads them again.
 """
 
 import logging
@@ -30,7 +30,7 @@ _BY_NAME = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Paramete
 
 
 def is_stateful(value: Any) -> bool:
-    """True if ``value`` saves and loads a state of its own."""
+    """True if ``value`` saves and loads its own state."""
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
@@ -53,7 +53,7 @@ def is_torchdata_in_process(base: Any) -> bool:
 
 
 def is_asked(base: Any) -> bool:
-    """True if the loader is asked for its own state; else its indices are skipped, or its dataset is asked."""
+    """True if the loader's own state is used; otherwise indices are skipped, or the dataset's state is used."""
     return saves_position(base) and not is_torchdata_in_process(base)
 
 
@@ -63,13 +63,13 @@ def keeps_loaded_state(dataset: Any) -> bool:
 
 
 def forget_loaded_state(dataset: Any) -> None:
-    """Let the next iteration begin at the start of the data, once the present one has begun."""
+    """Let the next iteration begin at the start of the data, once the current one has begun."""
     if keeps_loaded_state(dataset):
         dataset.load_state_dict(None)
 
 
 def rest_of(loader: Any, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Return the iterator over what is left of the epoch that was loaded; where nothing is, no next epoch begins."""
+    """Return the iterator over the rest of the loaded epoch, without beginning the next one."""
     if "restart_on_stop_iteration" not in attributes_of(loader):
         return make()
     restarts = loader.restart_on_stop_iteration  # nodes of torchdata
@@ -110,7 +110,7 @@ def _streams_of(loader: Any) -> RandomStreams:
 
 
 def warn_of_generators(loader: Any) -> None:
-    """Warn if the loader has so many parts that a random generator may have been overlooked."""
+    """Warn if the loader has so many parts that a random generator may have been missed."""
     streams = _streams_of(loader)
     if not streams.is_complete and is_first_rank():
         logger.warning(NOT_SEARCHED, type(loader).__name__)
@@ -120,7 +120,7 @@ def state_of_loader(loader: Any) -> dict[str, Any]:
     """Return the loader's state. Draws no random number."""
     streams = _streams_of(loader)
     state: dict[str, Any] = {}
-    # Asked for its state before it is iterated, the loader would make an iterator, which draws a seed.
+    # Before it is iterated, the loader would make an iterator for its state, which draws a seed.
     is_new = all(attributes_of(loader).get(name, loader) is None for name in ("_iterator", "next_iter_state"))
     if not is_new:
         state.update(loader.state_dict())
@@ -139,7 +139,7 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
     generators = loader_state.pop(_GENERATORS, None)
     loader.load_state_dict(loader_state)
     if loader_state and "next_iter_state" in vars(loader):  # of torchdata
-        loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() takes it
+        loader.state_dict()  # makes the iterator, and draws its seed, now: the next iter() uses it
         iterator = vars(loader).get("_iterator")
         for name in COUNTERS:
             if name in loader_state and name in attributes_of(iterator):
@@ -154,7 +154,7 @@ def _sizes_of(loader: Any) -> dict[str, int | None]:
 
 
 def _warn_of_sizes(loader: Any, before: dict[str, int | None]) -> None:
-    """Warn of sizes with which the batches that such a loader counts are other samples."""
+    """Warn about sizes that change which samples the counted batches contain."""
     changes = []
     for key, size in _sizes_of(loader).items():
         if key == "batch" and not is_iterable(loader):
@@ -164,7 +164,7 @@ def _warn_of_sizes(loader: Any, before: dict[str, int | None]) -> None:
             changes.append(f"{size} {_UNITS[key]}, in the snapshot {size_before}")
     if changes:
         logger.warning(
-            "%s continues behind as many batches as before, but there are %s: some samples are skipped or trained "
+            "%s continues after as many batches as before, but there are %s: some samples are skipped or trained "
             "twice. Give the engine ResumableLoader(loader), which counts samples",
             type(loader).__name__,
             "; ".join(changes),

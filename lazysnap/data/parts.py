@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data.dataloader import _DatasetKind
 
 _INNER = ("base_dataloader", "_dataloader")
-"""Attributes in which Accelerate's and Fabric's loaders keep the one of torch."""
+"""Attributes of Accelerate's and Fabric's loaders with the loader of torch."""
 _COUNTERS = ("iteration", "_num_iter_calls")
 """Counters of iterations of such a loader; their samplers are seeded with them."""
 _SAMPLERS = ("batch_sampler", "sampler")
@@ -15,12 +15,12 @@ _DEPTH = 4
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object; none, if it keeps none."""
+    """Return the attributes of an object, if any."""
     return getattr(value, "__dict__", {})
 
 
 def base_of(loader: Any) -> Any:
-    """Return the loader of torch inside ``loader``, or that itself."""
+    """Return the loader of torch inside ``loader``, or ``loader`` itself."""
     for name in _INNER:
         if name in attributes_of(loader):
             return base_of(attributes_of(loader)[name])
@@ -61,7 +61,7 @@ def counts_of(loaders: Sequence[Any]) -> dict[str, Any]:
 
 
 def set_counts(loaders: Sequence[Any], counts: dict[str, Any]) -> None:
-    """Put back what ``counts_of`` returned."""
+    """Restore the result of ``counts_of``."""
     for loader in loaders:
         for name, count in counts["counters"].items():
             if name in attributes_of(loader):

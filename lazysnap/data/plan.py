@@ -1,14 +1,14 @@
-"""The plan of one iteration of a loader: where it begins, and what it notes so that a restart can begin there again.
+"""The plan of one iteration of a loader: where it begins, and what it records for a restart.
 
-Three ways lead to a position in the data:
+There are three ways to reach a position in the data:
 
 * *Indices.* Indices of a map-style dataset are skipped in the sampler; no sample is fetched.
 * *Own state.* A loader or an iterable dataset that saves its own state is asked for it.
 * *Reading again.* Anything else is read from the start, and the batches that were trained are dropped.
 
-A *checkpoint* is a place after ``at`` batches where an iteration can begin: the state of the loader, of the dataset,
-or of the worker processes. From there, batches are read again as far as the position. All of it happens with the
-random generators as they were then.
+A *checkpoint* is a place after ``at`` batches where an iteration can begin: the state of the loader, of the dataset, or
+of the worker processes. From there, batches are read again up to the position, always with the random generators of
+that time.
 """
 
 import itertools
@@ -39,7 +39,7 @@ _OTHER_ORDER = (
 
 
 def _reference_to(base: Any) -> Callable[[], Any]:
-    """Return a weak reference. A list, which none can be made to, keeps no iterator: it is kept itself."""
+    """Return a weak reference, or the object itself for a list, which has no weak references and keeps no iterator."""
     try:
         return weakref.ref(base)
     except TypeError:
@@ -47,24 +47,24 @@ def _reference_to(base: Any) -> Callable[[], Any]:
 
 
 class IterationPlan:
-    """Plan of one iteration: its beginning, and the notes of its batches.
+    """Plan of one iteration: its beginning, and the records of its batches.
 
-    It has many attributes: what is noted of each batch until the batch is over.
+    Many attributes are records of single batches.
     """
 
     def __init__(self, position: "Position") -> None:
-        # A loader may keep its iterator, and that keeps this; a cycle would keep worker processes.
+        # A loader may reference its iterator, which references this; a cycle would keep worker processes alive.
         self._position = weakref.ref(position)
         self._base = _reference_to(base_of(position.loader))
         self.streams = position.streams
         self.reads_ahead = hasattr(type(position.loader), "adjust_state_dict_for_prefetch")
-        """True for Accelerate's loaders: they fetch one batch before they give the one before it."""
+        """True for Accelerate's loaders: they fetch one batch ahead."""
         self.is_asked = is_asked(self.base)
-        """True if the loader is asked for its own state."""
+        """True if the loader's own state is used."""
         self.follows = False
-        """True if the iterator of torch follows this plan; else ``Iteration`` notes what it can."""
+        """True if the iterator of torch follows this plan; otherwise ``Iteration`` records what it can."""
         self.notes: dict[str, Any] = {}
-        """Random generators as they were when the iteration began, before its first batch and before the last one."""
+        """Random generators at the beginning of the iteration, before its first batch and before the last one."""
         self.checkpoints: deque[Checkpoint] = deque(maxlen=2)
         self.read = 0
         """Batches that the iterator of torch has read or skipped."""
@@ -77,7 +77,7 @@ class IterationPlan:
         self.rereads = False
         """True if batches are read again: the generators of the program are restored after them."""
         self.streams_before: dict[int, dict[str, Any] | None] = {}
-        """Generators to restored before a batch is read, by its number; ``None``: those of the program."""
+        """Generators to restore before a batch is read, by its number; ``None``: those of the program."""
         self.has_ended = False
         """True if the iterable dataset gave its last sample: its own state is that of the next epoch."""
         self._streams_at_first: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ class IterationPlan:
         self._taken = 0
         """Indices of batches that were taken from the sampler."""
         self._digests: dict[int, int] = {}
-        """Digests of the last of them, by number: workers and Accelerate's loaders take some before they are given."""
+        """Digests of the last of them, by number: workers and Accelerate's loaders prefetch some."""
 
     @property
     def base(self) -> Any:
@@ -100,7 +100,7 @@ class IterationPlan:
     # ---------------------------------------------------------------- beginning
 
     def begin(self, *, stayed: bool = False) -> None:
-        """Note or restore the generators at the beginning; ``stayed``: the workers are those of the epoch before."""
+        """Record or restore the generators at the beginning; ``stayed``: the workers are those of the last epoch."""
         if self.origin is None:
             self.notes["at_iter"] = self.streams.collect()
             self.notes["stayed"] = stayed
@@ -108,11 +108,11 @@ class IterationPlan:
             self.streams.restore(self.origin["at_iter"])
 
     def load_own(self) -> None:
-        """Give the loader the state of its own with which it begins."""
+        """Load the loader's own state with which it begins."""
         load_loader(self.base, self.start["loader"])
 
     def pass_over(self, iterator: Any) -> None:
-        """Before the first index is taken from the sampler: skip ``passes`` batches."""
+        """Skip ``passes`` batches, before the first index is taken from the sampler."""
         self._watch()
         streams_here = self.streams.collect()
         self._streams_at_first = streams_here
@@ -152,7 +152,9 @@ class IterationPlan:
     # ---------------------------------------------------------------- notes of each batch
 
     def note_index(self, index: Any) -> None:
-        """Note a digest of a batch's indices; after a restart compare the first and the last with those of before."""
+        """Record a digest of a batch's indices; after a restart compare the first and the last with the earlier
+        ones.
+        """
         if is_iterable(self.base):
             return
         self._taken += 1
@@ -183,11 +185,11 @@ class IterationPlan:
                 logger.warning(_OTHER_ORDER, type(self.base.dataset).__name__)
 
     def digest_of_index(self, number: int) -> int | None:
-        """Return the digest of the indices of batch ``number``; ``None``, if they were not noted."""
+        """Return the digest of the indices of batch ``number``; ``None`` if they were not recorded."""
         return self._digests.get(number)
 
     def before_batch(self) -> None:
-        """The indices of the next batch are taken, and it is read then."""
+        """Prepare to read the next batch, whose indices were taken."""
         number = self.read + 1
         if number in self.streams_before:
             streams = self.streams_before.pop(number) or self._streams_at_first
@@ -208,7 +210,7 @@ class IterationPlan:
             return
         at = self.read
         if self.is_asked:
-            at += 1  # counted are the batches that Accelerate's loader gave: it has fetched one more
+            at += 1  # counts the batches that Accelerate's loader gave, which has fetched one more
         checkpoint = self._checkpoint_here(at)
         if checkpoint is not None:
             self.checkpoints.append(checkpoint)
@@ -226,7 +228,7 @@ class IterationPlan:
         """Return the newest checkpoint at or before batch ``num_given``. ``is_at_end``: these are the whole epoch."""
         if num_given and self.start.get("at") == num_given:
             return self.start  # nothing was given since
-        # Before the first batch a loader's own state may be that of the epoch before, at its end.
+        # Before the first batch a loader's own state may be that of the end of the last epoch.
         if num_given and not self.reads_ahead and (self.is_asked or num_given == self.read):
             checkpoint = self._checkpoint_here(num_given)
             if checkpoint is not None:

@@ -1,11 +1,11 @@
-"""The position of a data loader in its epoch, as a value that a snapshot holds.
+"""The position of a data loader in its epoch, as a value for snapshots.
 
-``ResumableLoader`` and the integrations iterate a loader by its position (``Iteration``). ``lazysnap.data.plan`` says
-how a restart gets there again. Then all random generators are restored as they were when the snapshot was taken: order,
-augmentation and everything that training draws continue exactly.
+``ResumableLoader`` and the integrations iterate a loader by its position (``Iteration``). ``lazysnap.data.plan``
+explains how a restart reaches it again. Then all random generators are restored, so order, augmentation and all other
+random numbers continue exactly.
 
 With another number of ranks the loader continues in the same epoch after the samples that were trained, with other
-random numbers: see ``lazysnap.data.layout``. ``docs/data.md`` says what is exact, and what is not.
+random numbers: see ``lazysnap.data.layout``. ``docs/data.md`` lists what is exact.
 """
 
 import logging
@@ -34,47 +34,47 @@ class Position:
     """The position of one loader.
 
     ``state_dict`` and ``load_state_dict`` make it part of a snapshot; ``iterate`` is the loader's iteration. Not
-    thread-safe. It is large because a loader, its samplers, its workers and the iterations of it have one position.
+    thread-safe. It is large because a loader, its samplers, its workers and its iterations have one position.
     """
 
     is_data_position = True
 
     def __init__(self, loader: Any, *, is_owned: bool = False) -> None:
-        """``is_owned``: the loader refers to this position, so the position refers weakly to the loader."""
+        """``is_owned``: the loader references this position, so the position has a weak reference to the loader."""
         self._loader = None if is_owned else loader
         self._owner = weakref.ref(loader) if is_owned else None
         self.streams = RandomStreams()
-        """The global random generators, and those that the loader owns."""
+        """The global random generators, and those of the loader."""
         self._subset_digest = SubsetDigest()
         self._running: weakref.ref[Iteration] | None = None
         self._stepped: dict[str, Any] | None = None
         """Record of the iteration at the last optimizer step, until it ends or another one begins."""
         self._pending: dict[str, Any] | None = None
-        """The position that was loaded, until the loader is iterated."""
+        """The loaded position, until the loader is iterated."""
         self.skipped = 0
-        """Batches that the next iteration begins after, where it does not continue a recorded one."""
+        """Number of batches before the next iteration, if it does not continue a recorded one."""
         self._warned: set[str] = set()
-        """Texts that were logged: once is enough."""
+        """Texts that were already logged."""
         self.is_recounted = False
-        """True if the position that was loaded counts other batches than it did when it was recorded."""
+        """True if the batches of the loaded position differ from those at its recording."""
         self.has_other_workers = False
-        """True if the position that was loaded is in an epoch that another number of worker processes read."""
+        """True if the loaded position is in an epoch that another number of worker processes read."""
         self.before_fetch: Callable[[], None] | None = None
-        """Called before every batch is fetched: then nothing of the next step has begun."""
+        """Called before every batch is fetched, when nothing of the next step has begun."""
         self.is_held = False
         """True if the consumer holds one batch that was not trained: the position is then the one before that batch."""
         self._at_boundary: dict[str, Any] | None = None
         """The position at the last boundary that captured nothing, if that was within a loop."""
         self._has_ended = False
-        """True if the training is over: a loop that was left continues at its last boundary."""
+        """True if the training is over: a loop that ended early continues at its last boundary."""
         self.at_end: Callable[[], None] | None = None
-        """Called when an iteration gave its last batch, before the loop over it ends."""
+        """Called when an iteration has given its last batch, before the loop over it ends."""
         self.counted_epochs: Callable[[], dict[str, int]] | None = None
         """Returns the program's own counters of epochs, by name."""
 
     @property
     def loader(self) -> Any:
-        """The loader; ``None``, if it does not exist any more."""
+        """Return the loader; ``None`` if it no longer exists."""
         if self._owner is not None:
             return self._owner()
         return self._loader
@@ -86,7 +86,7 @@ class Position:
 
     @property
     def given(self) -> int | None:
-        """Batches that the running iteration has given, or is about to continue after; ``None`` between two."""
+        """Return the number of batches that the current iteration has given or skips; ``None`` between iterations."""
         if self._pending is not None:
             return int(self._pending["given"])
         running = self._iteration()
@@ -99,7 +99,7 @@ class Position:
 
     @property
     def began(self) -> int | None:
-        """When the running iteration began, by ``iteration.tick``; ``None`` between two."""
+        """Return when the current iteration began, by ``iteration.tick``; ``None`` between iterations."""
         running = self._iteration()
         return None if running is None else running.began
 
@@ -110,9 +110,9 @@ class Position:
         return running
 
     def layout(self) -> EpochLayout:
-        """Return how the epoch is laid out now."""
+        """Return the current layout of the epoch."""
         loaders = self._loaders
-        # Accelerate's samplers that are resumed keep the number of processes in a ``state``.
+        # Resumed samplers of Accelerate keep the number of processes in a ``state``.
         parts = [*loaders, *parts_of(loaders), attributes_of(self.loader).get("state")]
         dataset = attributes_of(loaders[-1]).get("dataset")
         attributes = [attributes_of(part) for part in parts]
@@ -146,14 +146,14 @@ class Position:
         stepped = self._stepped
         if stepped is None or _has_counted(stepped["epochs"], self.epochs()):
             return self.state_with(None)
-        # The loop was left by a break, and the program may continue in this epoch.
+        # The loop ended with a break, and the program may continue in this epoch.
         return {**self.state_with(stepped), "was_left": True}
 
     def state_with(self, record: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the position: the record of an iteration, ``None`` between two, with the present state of generators
-        and counters.
+        """Return the position: the record of an iteration (``None``: between two), with the current state of the
+        generators and counters.
         """
-        if record is None or record["given"] < 2:  # samplers make generators when they are iterated, none later
+        if record is None or record["given"] < 2:  # samplers create generators only when they are iterated
             self.streams.watch(self._loaders)
         state = {"given": None, "now": self.streams.collect(), **self.counts(), "layout": self.layout()}
         if record is None:
@@ -161,10 +161,10 @@ class Position:
         return {**state, **record, "at_end": self._is_at_end(record["given"])}
 
     def _is_at_end(self, num_given: int) -> bool:
-        """True if the running iteration has given its last batch."""
+        """True if the current iteration has given its last batch."""
         if not num_given:
             return False
-        # Accelerate's loaders fetch one batch ahead, and know their end also where the length is not known.
+        # Accelerate's loaders fetch one batch ahead, and know their end also without a length.
         is_end_known = bool(attributes_of(self.loader).get("end_of_dataloader"))
         return is_end_known or num_given == length_of(self.loader)
 
@@ -173,8 +173,8 @@ class Position:
         set_counts(self._loaders, state)
         if self._iteration() is not None and is_first_rank():
             logger.warning(
-                "%s: its position is restored inside a loop over it, which goes on as it was: restore before the loop, "
-                "so that the loop begins where the snapshot stands",
+                "%s: its position is restored inside a loop over it, which continues as before: restore before the "
+                "loop, so that the loop begins at the snapshot",
                 type(self._loaders[-1]).__name__,
             )
         self._running = None
@@ -204,21 +204,20 @@ class Position:
             logger.warning("%s: %s", type(base).__name__, "; ".join(changes))
 
     def _resolve(self, state: dict[str, Any], layout: EpochLayout, passed: int | None) -> dict[str, Any]:
-        """Return ``state`` as a position of the present loader.
+        """Return ``state`` as a position of the current loader.
 
-        ``passed``: the batches that now hold the samples which were trained, if they are others than before.
+        ``passed``: the batches that now contain the trained samples, if they differ from before.
         """
         position = dict(state)
         if self.has_other_workers:
-            # States of the workers before fit no others, and other workers give another first batch.
+            # States of earlier workers fit only the same number of workers, and other workers give another first batch.
             position.pop("checkpoint", None)
             position.pop("first_batch", None)
         if passed is not None:
             position.pop("checkpoint", None)
             position["given"] = passed
             position["layout"] = layout
-            # The first batch that is fetched draws the order of the epoch: also where it comes next, or is fetched
-            # ahead.
+            # Fetching the first batch draws the order of the epoch, also if it comes next or is fetched ahead.
             if passed == 0 and "at_first" in state:
                 position["now"] = state["at_first"]
             elif passed == 1 and "at_first" in state:
@@ -226,7 +225,7 @@ class Position:
         return position
 
     def given_in(self, state: dict[str, Any]) -> int | None:
-        """Return the batches of this loader after which ``state`` is; ``None``, if it is between two epochs."""
+        """Return the number of batches of this loader before ``state``; ``None`` if it is between two epochs."""
         if state["given"] is None:
             return None
         passed = passed_in(state, self.layout())
@@ -235,8 +234,7 @@ class Position:
     def skip(self, batches: int) -> None:
         """Let the next iteration begin after ``batches``, unless it continues elsewhere after ``load_state_dict``.
 
-        With none to skip, and the restored epoch at its end or its loop left, the next epoch begins, as the caller
-        counts.
+        With none to skip, and the restored epoch or its loop at the end, the next epoch begins, as the caller counts.
         """
         pending = self._pending
         if pending is None:
@@ -244,7 +242,7 @@ class Position:
             return
         is_done = pending.get("was_left") or pending["given"] == length_of(self.loader)
         if batches == 0 and is_done:
-            self._leave_epoch(pending)  # the program may have been done with it
+            self._leave_epoch(pending)  # the program may have finished it
         elif batches != pending["given"]:
             logger.warning(
                 "the loader continues after batch %d, as restored; %d batches were to be skipped", self.given, batches
@@ -253,7 +251,7 @@ class Position:
     # ---------------------------------------------------------------- steps and boundaries
 
     def note_step(self) -> None:
-        """An optimizer stepped: an iteration that runs now is one of training."""
+        """Record an optimizer step: the current iteration is one of training."""
         self._stepped = None
         running = self._iteration()
         if running is not None:
@@ -261,7 +259,7 @@ class Position:
             self._stepped = running.record(is_at_end=self._is_at_end(running.given))
 
     def note_boundary(self) -> None:
-        """A boundary captured nothing. A boundary after ``end`` is the last one again."""
+        """Record a boundary that captured nothing. A boundary after ``end`` is the last one again."""
         if self._has_ended:
             return
         self._at_boundary = None
@@ -269,11 +267,11 @@ class Position:
             self._at_boundary = self.state_dict()
 
     def end(self) -> None:
-        """Return to the last boundary: the loop was left since, maybe with a batch that was not trained."""
+        """Return to the last boundary: the loop ended since, maybe with an untrained batch."""
         self._has_ended = True
 
     def note_end(self) -> None:
-        """The running iteration gave its last batch."""
+        """Handle that the current iteration gave its last batch."""
         self._stepped = None
         self._at_boundary = None
         if self.at_end is not None:
@@ -288,7 +286,7 @@ class Position:
     # ---------------------------------------------------------------- iteration
 
     def iterate(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        """Return an iteration of the loader, from the start of the epoch or from the position that was loaded.
+        """Return an iteration of the loader, from the start of the epoch or from the loaded position.
 
         ``make`` makes the loader's own iterator.
         """
@@ -311,8 +309,8 @@ class Position:
     def _resolve_epoch(self) -> None:
         """Decide, when the loader is iterated, which epoch a loaded position belongs to.
 
-        Behind the last optimizer step of an epoch the program may have counted the next one already. The loop that it
-        enters now is then the one of that epoch, and nothing is left of the one before.
+        After the last optimizer step of an epoch the program may have counted the next one already. Then the loop that
+        it enters now is the one of the next epoch, and the previous one is complete.
         """
         pending = self._pending
         if pending is None or not pending.get("at_end"):
@@ -321,14 +319,14 @@ class Position:
             self._leave_epoch(pending)
 
     def _leave_epoch(self, pending: dict[str, Any]) -> None:
-        """Let the next iteration begin the epoch after the one that ``pending`` is at the end of."""
+        """Let the next iteration begin the epoch after the one that ends at ``pending``."""
         counters = {name: count + 1 for name, count in pending["counters"].items()}
         set_counts(self._loaders, {**pending, "counters": counters})
         self._pending = None
 
 
 def position_in(state: Mapping[str, Any]) -> str:
-    """Describe the first position of a loader in a training state; empty, if there is none within an epoch."""
+    """Describe the first position of a loader in a training state; empty if none is within an epoch."""
     for value in state.values():
         if isinstance(value, dict) and isinstance(value.get("given"), int) and "at_iter" in value:
             counters = value["counters"]

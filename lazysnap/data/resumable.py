@@ -1,4 +1,4 @@
-"""Loaders that are iterated by a position: ``ResumableLoader``, a ``DataLoader`` in place, or any other loader."""
+"""Loaders with a position: ``ResumableLoader``, a ``DataLoader`` in place, or any other loader."""
 
 import functools
 import logging
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Recorded:
-    """The iterations of ``loader``, recorded by a position. Everything else is the loader's own."""
+    """Records the iterations of ``loader`` in a position. Everything else is forwarded to the loader."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -36,7 +36,7 @@ class Recorded:
 
 
 class ResumableLoader(Recorded):
-    """A data loader whose position is state: give it to the engine beside model and optimizer, and iterate it.
+    """A data loader whose position is state: add it to the state of the engine, and iterate it.
 
     ::
 
@@ -44,9 +44,10 @@ class ResumableLoader(Recorded):
         engine = SnapshotEngine("runs/a", {"model": model, "optimizer": optimizer, "loader": loader})
 
     After a restore its next iteration continues after the last batch that was trained, in the same order and with the
-    same random numbers. If the epoch was at its end, that iteration is empty. Everything else is the loader's own.
+    same random numbers. If the epoch was at its end, that iteration is empty. Everything else is forwarded to the
+    loader.
     Limits: see ``lazysnap.data.position``.
-    Raises: ConfigError, for what cannot be iterated again and again.
+    Raises: ConfigError, for an object that cannot be iterated repeatedly.
     """
 
     is_data_position = True
@@ -54,7 +55,7 @@ class ResumableLoader(Recorded):
     def __init__(self, loader: Any) -> None:
         if not hasattr(loader, "__iter__") or hasattr(loader, "__next__"):
             raise ConfigError(
-                f"ResumableLoader: a data loader is needed, that begins anew at every iter(), got "
+                f"ResumableLoader: a data loader that starts again at every iter() is needed, got "
                 f"{type(loader).__qualname__}"
             )
         super().__init__(loader)
@@ -69,16 +70,16 @@ class ResumableLoader(Recorded):
 
 
 def with_position(loader: Any) -> tuple[Any, Position]:
-    """Return what to iterate instead of ``loader``, and its position: ``loader`` itself, if it is a ``DataLoader``.
+    """Return a loader to iterate instead of ``loader``, and its position: ``loader`` itself if it is a ``DataLoader``.
 
-    Anything else is iterated again after a restart, with the random generators as they were then, and the batches that
-    were trained are read and dropped. A warning says what a restart cannot restore.
+    Any other loader is iterated again after a restart, with the earlier random generators, and the trained batches are
+    dropped. A warning names what a restart cannot restore.
     """
     if isinstance(loader, DataLoader):
         return loader, make_resumable(loader)
     logger.warning(
-        "the training data come from a %s, which is no torch.utils.data.DataLoader: a restart iterates it anew and "
-        "drops the batches that were trained. What it counts or keeps for itself beside random generators is lost "
+        "the training data come from a %s, which is no torch.utils.data.DataLoader: a restart iterates it again and "
+        "drops the batches that were trained. Counters and other state, except random generators, are lost "
         "then, and the batches are the same only if their order does not depend on that; use a DataLoader to make sure",
         type(loader).__qualname__,
     )
@@ -89,14 +90,14 @@ def with_position(loader: Any) -> tuple[Any, Position]:
 def make_resumable(loader: Any) -> Position:
     """Let iterations of ``loader`` be recorded and resumed, in place: it stays the same object. Idempotent.
 
-    For a ``DataLoader`` or what Accelerate made of one. Raises: ConfigError, for anything else.
+    For a ``DataLoader``, also one that Accelerate prepared. Raises: ConfigError, for anything else.
     """
     position = attributes_of(loader).get("_lazysnap_position")
     if isinstance(position, Position):
         return position
     if not isinstance(loader, DataLoader):
         raise ConfigError(f"a torch.utils.data.DataLoader is needed, got {type(loader).__qualname__}")
-    # Accelerate's loaders pretend to be of torch's class, by a property that cannot be set.
+    # Accelerate's loaders pretend to be of torch's class, with a read-only property.
     object.__dict__["__class__"].__set__(loader, _resumable(type(loader)))  # type: ignore[arg-type]
     position = Position(loader, is_owned=True)
     loader._lazysnap_position = position
@@ -111,7 +112,7 @@ def _resumable(kind: type) -> type:
         return self._lazysnap_position.iterate(lambda: kind.__iter__(self))  # type: ignore[no-any-return,attr-defined]
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickle, or copy, as the loader that it was: the position belongs to this one."""
+        """Pickle or copy as the original loader: the position belongs only to this one."""
         stock: Any = object.__new__(kind)
         stock.__dict__.update({name: value for name, value in vars(self).items() if name != "_lazysnap_position"})
         return stock.__reduce_ex__(protocol)

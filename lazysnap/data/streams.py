@@ -1,4 +1,4 @@
-"""The random generators that a training draws from: the global ones and those that data loaders own."""
+"""The random generators of a training: the global ones and those of data loaders."""
 
 import array
 import ctypes
@@ -17,7 +17,7 @@ NOT_SEARCHED = (
     "dataset itself"
 )
 HOST_GENERATORS = {"python", "numpy", "torch"}
-"""Global generators of the host; others have the type of their device as name."""
+"""Global generators of the host; those of devices are named by device type."""
 
 
 def _accelerator() -> tuple[str, Any]:
@@ -48,11 +48,11 @@ def collect_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put the generators back; states of missing devices are skipped."""
+    """Restore the generators; states of missing devices are skipped."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:
-        import numpy  # the snapshot's program used it, this one will
+        import numpy  # the program of the snapshot used it, so this one will
 
         numpy.random.set_state(state["numpy"])
     kind, module = _accelerator()
@@ -67,10 +67,10 @@ class RandomStreams:
         self._owned: dict[str, Any] = {}
         self._barren: dict[int, tuple[Any, int]] = {}
         self.is_complete = True
-        """False if the loaders have so many parts that a generator may have been overlooked."""
+        """False if the loaders have so many parts that a generator may have been missed."""
 
     def watch(self, loaders: Iterable[Any]) -> None:
-        """Find the generators that data loaders, their samplers, datasets and transforms keep."""
+        """Find the generators of data loaders, their samplers, datasets and transforms."""
         search = GeneratorSearch(self._barren)
         search.run(loaders)
         self._owned = search.generators
@@ -86,14 +86,14 @@ class RandomStreams:
         return {**state, **self.collect_owned()}
 
     def collect_owned(self) -> dict[str, Any]:
-        """Return the states of generators that loaders own, without the global ones."""
+        """Return the states of the generators of loaders, without the global ones."""
         owned = []
         for path, generator in self._owned.items():
             owned.append([path, type(generator).__qualname__, _state_of(generator)])
         return {"owned": owned}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put all states back; owned generators by where they were found."""
+        """Restore all states; generators of loaders by path."""
         plain = {key: value for key, value in state.items() if key != "owned"}
         plain["python"] = _unpack_python(plain["python"])
         plain["torch"] = _unpack_torch(plain["torch"])
@@ -103,8 +103,8 @@ class RandomStreams:
         self.restore_owned(state)
 
     def restore_owned(self, state: dict[str, Any]) -> None:
-        """Put back what loaders own, and leave the global generators alone."""
-        # Some come later: loaders of validation, generators that samplers make at their first iteration.
+        """Restore the generators of loaders, but not the global ones."""
+        # Some appear later: loaders of validation, generators that samplers create at their first iteration.
         for path, kind, generator_state in state["owned"]:
             if kind == type(self._owned.get(path)).__qualname__:
                 _load(self._owned[path], generator_state)

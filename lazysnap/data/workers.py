@@ -4,8 +4,8 @@ Workers of torch's ``DataLoader`` send their state with each batch (``SendStates
 starts its workers again in mid-epoch, from their seed, and gives them the state of the dataset; ``KeepStreams`` adds
 the workers' random generators to that state.
 
-A seed for each batch, from its number, would need no states. But then augmentation would differ from that of a training
-without lazysnap, and iterable datasets would need the states all the same.
+Seeding each batch by its number would need no states. But then augmentation would differ from a training without
+lazysnap, and iterable datasets would still need states.
 """
 
 import logging
@@ -29,7 +29,7 @@ _OWN = "lazysnap_own"
 
 @dataclass
 class WorkerBatch:
-    """A batch, and the state of the worker process that made it."""
+    """A batch with the state of the worker process that made it."""
 
     batch: Any
     worker: int
@@ -48,7 +48,7 @@ class WorkerBatch:
 class SendStates:
     """A ``collate_fn`` of worker processes that sends their states, and the ``worker_init_fn`` that belongs to it.
 
-    ``states``: those with which the workers begin.
+    ``states``: the states with which the workers begin.
     """
 
     def __init__(self, loader: Any, states: Sequence[Any]) -> None:
@@ -57,7 +57,7 @@ class SendStates:
         self._states = list(states)
         self._streams = RandomStreams()
         self._last_state = b""
-        """The state that was sent last, pickled: compared byte by byte, and never loaded."""
+        """The last sent state, pickled: only compared byte by byte, and never loaded."""
         self._is_first = True
         self._batch_size = loader.batch_size
         self._is_iterable = is_iterable(loader)
@@ -99,7 +99,7 @@ class SendStates:
         return WorkerBatch(batch, info.id, state, can_continue=can_continue, has_ended=has_ended)
 
     def _changed_state(self, dataset: Any) -> dict[str, Any] | None:
-        """Return the state of this process; ``None``, if it is the one that was sent last."""
+        """Return the state of this process; ``None`` if it is the last sent one."""
         state: dict[str, Any] = {"streams": self._streams.collect()}
         if self._saves:
             state["dataset"] = dataset.state_dict()
@@ -139,7 +139,7 @@ def keep_streams(loaders: Sequence[Any]) -> None:
 
 
 def release_streams(loaders: Sequence[Any]) -> None:
-    """Give the loaders their own ``worker_init_fn`` back."""
+    """Restore the ``worker_init_fn`` of the loaders."""
     for loader in loaders:
         worker_init = getattr(loader, "worker_init_fn", None)
         if isinstance(worker_init, KeepStreams):

@@ -101,7 +101,7 @@ class BestSnapshots:
     def _warn(self, wish: KeepBest, value: float) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning("keep_best: %s is %s, which is never among the best; said once", wish.monitor, value)
+            logger.warning("keep_best: %s is %s, which is never among the best (reported once)", wish.monitor, value)
 
     def _await_listing(self) -> None:
         """Block until the names of earlier starts are known, at most ``io_timeout_s``, once for each keeper."""

@@ -167,8 +167,8 @@ class SnapshotEngine:
         """Raises: ConfigError, if the engine is closed."""
         if self._shutdown.is_replaced:
             raise ConfigError(
-                f"{call}: another SnapshotEngine of this process was made later for the same snapshots, and took the "
-                "place of this one; use the later one, or give each a directory of its own"
+                f"{call}: another SnapshotEngine of this process was made later for the same snapshots, and replaced "
+                "this one; use the later one, or give each its own directory"
             )
         if self._shutdown.is_closed:
             raise ConfigError(

@@ -89,7 +89,7 @@ class MessageKind(enum.Enum):
         "this training is %(newest)s. %(reason)s"
     )
     END_UNKNOWN = MessageRow(
-        "a rank did not answer at the end, so nobody knows if all ranks have stored the last snapshot; "
+        "a rank did not answer at the end, so it is unknown whether all ranks have stored the last snapshot; "
         "`lazysnap ls` shows which snapshots are complete: %(text)s"
     )
     # Captures.

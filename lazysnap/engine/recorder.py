@@ -218,7 +218,7 @@ class Recorder:
             if cause is None:
                 return self._plan
             # Loading a checkpoint causes this, too. Nothing is lost.
-            logger.info("the capture plan is made anew: %s", cause)
+            logger.info("the capture plan is made again: %s", cause)
         check_walk(everything)
         self.meta.parameters = names_of_parameters(self._source, everything, self.messages)
         self._plan = self._state.make_plan(part)

@@ -133,7 +133,7 @@ def _why_absent(absence: Absence) -> str:
     if absence.incomplete:
         reason = f"there are only incomplete snapshots {where} ({_steps(absence.incomplete)})"
         if absence.urls:
-            reason += f"; `lazysnap ls {absence.urls[0]}` lists what is there"
+            reason += f"; `lazysnap ls {absence.urls[0]}` lists the contents"
         return reason
     for url, count in absence.uncommitted.items():
         directories = "directories"
@@ -141,7 +141,7 @@ def _why_absent(absence: Absence) -> str:
             directories = "directory"
         return (
             f"there is no snapshot {where}, but {count} {directories} without a valid manifest, which is written last; "
-            f"`lazysnap ls {url}` lists what is there"
+            f"`lazysnap ls {url}` lists the contents"
         )
     if absence.is_partial:
         return f"no snapshot was found {where}, but not all of that could be read; the messages above say what"

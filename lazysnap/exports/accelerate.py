@@ -32,7 +32,7 @@ Value = TypeVar("Value")
 
 FACTS = "accelerate"
 OF_EVERY_RANK = (FACTS, RNG)
-"""The parts that are read from every rank; all others from rank 0."""
+"""The parts that are read from every rank; all others are read from rank 0."""
 _NAMES_OF_GENERATORS = {
     "python": "random_state",
     "numpy": "numpy_random_seed",
@@ -64,10 +64,10 @@ def parts_called(state: Mapping[str, Any], kind: str) -> list[str]:
 
 
 def write_stock(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
-    """Write the files of ``save_state`` into a new directory; return notes for the user: none.
+    """Write the files of ``save_state`` into a new directory; return notes for the user (none).
 
-    Blocks. Raises: StateError, if this is no state of an Accelerator, or for a value that cannot be
-    pickled, or weights that safetensors refuses; FormatError; LevelError; OSError.
+    Blocks. Raises: StateError, if this is no state of an Accelerator, or for a value that cannot be pickled, or weights
+    that safetensors refuses; FormatError; LevelError; OSError.
     """
     ranks = _ranks(whole)
     facts = ranks[0][FACTS]
@@ -95,7 +95,7 @@ def write_stock(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
 
 
 def _pickled(state: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents of pickles besides weights and random states, by the names of the files."""
+    """Return the contents of the pickles, without weights and random states, by file name."""
     content: dict[str, Any] = {}
     for kind in ("optimizer", "scheduler"):
         for index, part in enumerate(parts_called(state, kind)):
@@ -126,7 +126,8 @@ def _ranks(whole: WholeSnapshot) -> list[dict[str, Any]]:
 
 
 def _write_weights(whole: WholeSnapshot, job: ExportJob, path: str, prefixes: Mapping[str, str]) -> None:
-    """Write a safetensors file for each model; of tied tensors the first, as Accelerate does: ``load_state`` ties them.
+    """Write a safetensors file for each model; of tied tensors only the first, as Accelerate does: ``load_state`` ties
+    them.
 
     ``prefixes``: the beginning of the names of a model's weights, by its part of the state.
     """

@@ -40,15 +40,14 @@ _CONVERSIONS: tuple[tuple[tuple[type, ...], str, Callable[[Any], Any]], ...] = (
 )
 """Types, the names of the types that their values become, and the conversions."""
 _SHOWN = 3
-"""Paths in a note."""
+"""Maximum paths in a note."""
 
 
 def stock_state(whole: WholeSnapshot, job: ExportJob, path: str) -> tuple[dict[str, Any], list[str]]:
-    """Return the state as other programs read it, mapped, and notes for the user; ``path``: of the export.
+    """Return the state for other programs, mapped, and notes for the user; ``path``: path of the export.
 
-    For Lightning it is the dictionary that ``Trainer.save_checkpoint`` would have written at that moment. The values
-    that the callback adds (position in the data, random streams, flags) have no place in it.
-    Blocks. Raises: FormatError; LevelError; OSError.
+    For Lightning it is the dictionary that ``Trainer.save_checkpoint`` would have written, without the values that the
+    callback adds (position in the data, random streams, flags). Blocks. Raises: FormatError; LevelError; OSError.
     """
     state = mapped_state(whole, parts_of(None), job, os.path.dirname(path))
     notes = []
@@ -84,7 +83,7 @@ def save_torch(value: Any, path: str) -> None:
         torch.save(value, path)
     except (TypeError, AttributeError, ValueError, pickle.PicklingError) as error:
         raise StateError(f"{os.path.basename(path)}: a value cannot be pickled: {error}") from error
-    except RuntimeError as error:  # torch's writer reports a full disk by it
+    except RuntimeError as error:  # torch's writer raises this for a full disk
         raise OSError(f"{path}: torch.save failed: {error}") from error
 
 
@@ -96,7 +95,7 @@ class _WeightsOnly:
         """Paths in the state, by kind of change."""
 
     def convert(self, value: Any, path: str = "") -> Any:
-        """Return ``value`` without types that are refused."""
+        """Return ``value`` without refused types."""
         kind = type(value)
         if kind in _ALLOWED or isinstance(value, torch.Tensor):
             return value

@@ -32,7 +32,7 @@ class Exported:
     size_bytes: int
     """The size of the exported files together."""
     notes: tuple[str, ...] = ()
-    """One line for each kind of value that is not as in the snapshot, or that is missing."""
+    """One line for each kind of value that differs from the snapshot or is missing."""
 
 
 def export(
@@ -46,7 +46,7 @@ def export(
     """Write a snapshot in the format of another tool, as ``lazysnap export`` does.
 
     Blocks. Sharded tensors are whole, bit for bit. Memory stays below 1 GB for any size. The training that writes to
-    the level may continue; no keeper and no process group is needed. The result gets its name when it is whole and
+    the level may continue; no keeper and no process group is needed. The result gets its name when it is complete and
     durable.
 
     Args:
@@ -59,8 +59,8 @@ def export(
 
     Returns: step, run, path, format and size of the export.
 
-    Raises: SnapshotNotFound; FormatError; StateError, for a value that the format cannot hold; ConfigError, also if
-    the target exists; LevelError; OSError.
+    Raises: SnapshotNotFound; FormatError; StateError, for a value that the format cannot hold; ConfigError, also if the
+    target exists; LevelError; OSError.
 
     Example::
 

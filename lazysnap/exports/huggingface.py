@@ -1,4 +1,4 @@
-"""Weights as a directory that ``from_pretrained`` of Transformers or PEFT loads: needs ``huggingface_hub`` alone."""
+"""Exports weights to a directory for ``from_pretrained`` of Transformers or PEFT. Needs only ``huggingface_hub``."""
 
 import contextlib
 import json
@@ -24,13 +24,13 @@ COPIED = re.compile(
     r"|preprocessor_config|video_preprocessor_config|tokenizer[a-z_]*)\.json|tokenizer\.model|spiece\.model"
     r"|sentencepiece\.bpe\.model|vocab\.txt|merges\.txt|chat_template\.jinja|[A-Za-z_]\w{0,99}\.py"
 )
-"""Files that are copied from the directory ``config``: all that ``from_pretrained`` reads, except weights."""
+"""Files that are copied from the directory ``config``: all files that ``from_pretrained`` reads, except weights."""
 WRITTEN = re.compile(COPIED.pattern + r"|(adapter_)?model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
 """All files that this format may have."""
 _NOTED = re.compile(r"[a-z_]{1,99}config\.json|config\.json")
-"""Files whose text a snapshot may hold. None of them is code."""
+"""Files whose text a snapshot may contain. None of them is code."""
 SHARD_BYTES = 5_000_000_000
-"""The most that a file of weights may have, unless one tensor is larger."""
+"""Maximum bytes of a file of weights, unless one tensor is larger."""
 _FACTS_NESTING = 4
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
@@ -38,10 +38,10 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 def write_folder(whole: WholeSnapshot, job: ExportJob, path: str) -> list[str]:
     """Write a new directory; return notes for the user.
 
-    The weights are those of one model, in files of at most ``SHARD_BYTES`` with an index; of a PEFT model the adapter
-    alone. Of tied tensors the first is written. ``config.json`` and the other files are copied from
-    ``ExportJob.config``, else from the snapshot.
-    Blocks. Raises: ConfigError, without a config; FormatError; StateError; LevelError; OSError.
+    The weights are those of one model, in files of at most ``SHARD_BYTES`` with an index; of a PEFT model only the
+    adapter. Of tied tensors the first is written. ``config.json`` and the other files are copied from
+    ``ExportJob.config``, else from the snapshot. Blocks. Raises: ConfigError, without a config; FormatError;
+    StateError; LevelError; OSError.
     """
     facts = _facts(whole.meta.state, job.only)
     chosen = chosen_tensors(whole.meta.state, job.only)

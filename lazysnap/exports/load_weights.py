@@ -30,17 +30,16 @@ def load_weights(
 ) -> dict[str, Any]:
     """Return the ``state_dict()`` of a snapshot's model, on the CPU.
 
-    Only the weights are read, from files of any number of ranks, and checksums are compared. Sharded tensors are whole,
-    tied ones are one tensor. No keeper and no process group is needed. If the training that writes there deletes the
-    snapshot meanwhile, the next newest is read. Blocks, without a
-    deadline: a mount that hangs is waited for.
+    Only the weights are read, from files of any number of ranks, and verified. Sharded tensors are whole, tied ones are
+    one tensor. No keeper and no process group is needed. If a running training deletes the snapshot meanwhile, the next
+    newest is read. Blocks without a deadline, also if a mount hangs.
 
     Args:
         url: the path or URL of a level, as in ``PersistentLevel``.
         which: ``"latest"``, which skips a snapshot that is damaged or has no such part, with a warning; a step, a name
             given by ``keep``, or ``"run:1f3a@200"``.
-        part: an object of the state, as given to ``SnapshotEngine``. Default: the module of a Lightning fit, else the
-            object named ``"model"``.
+        part: an object of the state, as given to ``SnapshotEngine``. By default the module of a Lightning fit, else
+            the object named ``"model"``.
         storage_options: options for the file system of the level, as in ``PersistentLevel``.
 
     Returns: weights by name, without names of wrappers (DDP, ``torch.compile``).
@@ -80,7 +79,7 @@ def _load(which: str | int, part: str | None, catalogue: Catalogue) -> dict[str,
     if problems:
         details = f"; found: {'; '.join(problems[:8])}"
     raise SnapshotNotFound(
-        f"{url}: no complete snapshot {which!r} that can be read{details}; `lazysnap ls {url}` lists what is there"
+        f"{url}: no complete snapshot {which!r} that can be read{details}; `lazysnap ls {url}` lists the contents"
     )
 
 

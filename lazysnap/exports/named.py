@@ -1,4 +1,4 @@
-"""A directory of ``save_state(directory)``: the name of a snapshot, and the place for a checkpoint made from it.
+"""A directory of ``save_state(directory)``: it names a snapshot, and gets a checkpoint made from it.
 
 ``lazysnap.json`` in it names the snapshot. When that is durable, the directory gets the files of Accelerate's layout:
 those of an earlier checkpoint are deleted, and the new ones are moved in, weights last. Stock ``load_state`` fails
@@ -52,7 +52,7 @@ class Named:
 
 
 def name_snapshot(directory: str, named: Named) -> None:
-    """Let a directory, which is made if it is missing, name a snapshot, durably.
+    """Let a directory name a snapshot, durably. Makes the directory if necessary.
 
     Blocks. Raises: ConfigError, for a directory in a snapshot of a level; OSError.
     """
@@ -81,18 +81,18 @@ def named_in(directory: str) -> Named | None:
 
 
 def forget_name(directory: str) -> None:
-    """Let a directory name no snapshot any more, so that no export moves files into it.
+    """Remove the name of a snapshot from a directory, so that no export moves files into it.
 
     Blocks: until an export into it in progress has ended, at most ``_MOVES_S``.
     """
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(directory, _NAME_FILE))
-    # An export reads the name before it moves files. One that has read it by now is waited for.
+    # An export reads the name before it moves files. Wait for one that has read it already.
     try:
         with contextlib.suppress(FileNotFoundError), _locked(directory, _MOVES_S):
             return
     except WaitTimeout as error:
-        logger.warning("%s; files of it may be moved into the directory beside those that are saved there now", error)
+        logger.warning("%s; files of it may be moved into the directory, next to those that are saved there now", error)
 
 
 def delete_checkpoint(directory: str) -> None:
@@ -115,7 +115,7 @@ def filled(directory: str, named: Named) -> Iterator[str]:
     """Yield a path for a new directory; on success its files become the checkpoint in ``directory``, durably.
 
     Blocks: while another process does this, too, at most ``_EXPORT_S``. Raises: ConfigError, if the directory names
-    another snapshot by now, whose files are not touched; WaitTimeout; OSError; FileNotFoundError, if the directory was
+    another snapshot now, whose files are not touched; WaitTimeout; OSError; FileNotFoundError, if the directory was
     deleted.
     """
     with _locked(directory, _EXPORT_S):

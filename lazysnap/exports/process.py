@@ -20,7 +20,7 @@ from lazysnap.levels.store import open_storage
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import retry_if_deleted
 
-_NICE = 10  # a tenth of a busy core; 19 would be a seventieth, and a process begins with an import of torch
+_NICE = 10  # a tenth of a busy core; 19 would give a seventieth, and the process first imports torch
 _PROGRAM = "import sys; from lazysnap.exports.process import main; sys.exit(main())"
 
 
@@ -28,8 +28,8 @@ def start_export(directory: str, level: PersistentLevel, superseded: Sequence[st
     """Start a detached process of low priority that puts a checkpoint into a directory of ``save_state(directory)``.
 
     ``level``: the level that has the snapshot of the directory. ``superseded``: directories of older checkpoints, which
-    the process deletes first, beside the training. The process writes an error to its standard output, and
-    exits with another code than 0. Does not block for more than some milliseconds. Raises: OSError.
+    the process deletes first. The process writes an error to its standard output, and exits with another code than 0.
+    Does not block for more than some milliseconds. Raises: OSError.
     """
     arguments = {
         "directory": os.path.abspath(directory),

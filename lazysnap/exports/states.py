@@ -1,4 +1,4 @@
-"""The state in a snapshot, decoded: its tensors in memory, or mapped from one temporary file."""
+"""Decodes the state in a snapshot: its tensors in memory, or mapped from one temporary file."""
 
 import mmap
 import tempfile
@@ -59,10 +59,10 @@ def read_state(whole: WholeSnapshot, choose: Choose) -> dict[str, Any]:
 
 
 def mapped_state(whole: WholeSnapshot, choose: Choose, job: ExportJob, directory: str) -> dict[str, Any]:
-    """Return the same as ``read_state``, with tensors that can be larger than memory.
+    """As ``read_state``, with tensors that may be larger than memory.
 
     The tensors are assembled, once, in a safetensors file in ``directory`` and mapped from it. The file has no name:
-    the system frees its space with the last of the tensors, or when this process dies.
+    its space is freed with the last tensor, or when this process dies.
     """
     encoded, tensors = _chosen(whole, choose)
     return _decoded(whole, encoded, _map(tensors, job, directory))
@@ -119,7 +119,7 @@ def _with_tied(
 
 
 def _tensor_at(mapped: mmap.mmap, offset: int, spec: TensorSpec, tensor: JoinedTensor) -> torch.Tensor:
-    """Return a tensor over a part of a mapped file. Its storage has no other bytes, so that none is saved with it."""
+    """Return a tensor over a part of a mapped file. Its storage has no other bytes, so none are saved with it."""
     if not spec.nbytes:
         return room_for(tensor)
     dtype, shape = facts_of(tensor.first)

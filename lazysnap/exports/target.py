@@ -1,4 +1,4 @@
-"""The target of an export: it has a temporary name until it is whole and durable.
+"""The target of an export, with a temporary name until it is complete and durable.
 
 Only an earlier export or an empty directory is replaced; ``_foreign`` decides that.
 """
@@ -29,7 +29,7 @@ FORMATS = {
 """The module and the function that write each format. Most import torch, which takes seconds."""
 _BY_SUFFIX = {".safetensors": "safetensors", ".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", "": "dcp"}
 MARK = "lazysnap-export.json"
-"""A file in every exported directory: ``torch.distributed.checkpoint`` alone would write the same other names."""
+"""A file in every exported directory: the other names may also be written by ``torch.distributed.checkpoint``."""
 _MARK_TEXT = json.dumps({"lazysnap": "export"}) + "\n"
 STOCK_FILE = re.compile(
     r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_[0-9]{1,9})?\.(safetensors|bin)|scaler\.pt"
@@ -64,8 +64,8 @@ def format_of(path: str, chosen_format: str | None) -> str:
 def replaced_when_whole(path: str, notes: list[str], *, force: bool) -> Iterator[str]:
     """Yield a temporary name for a file or directory beside ``path``. On success it is renamed to ``path``, durably.
 
-    On any error before that, Ctrl-C included, it is removed, and ``path`` is unchanged. If something of a replaced
-    export stays, ``notes`` gets a line about it.
+    On any error before that, Ctrl-C included, it is removed, and ``path`` is unchanged. If a part of a replaced export
+    stays, ``notes`` gets a line about it.
     Raises: ConfigError, if ``path`` exists and ``force`` is not given, or if no export wrote it.
     """
     path = _real(path)
@@ -186,7 +186,7 @@ def _read_start(path: str, count: int) -> bytes:
 
 
 def _move(temp: str, path: str) -> str | None:
-    """Give the new export its name. Return the new name of a replaced one that is still there."""
+    """Give the new export its name. Return the new name of a replaced export, if any."""
     if not os.path.lexists(path) or not (os.path.isdir(path) or os.path.isdir(temp)):
         os.rename(temp, path)
         return None
@@ -202,7 +202,9 @@ def _move(temp: str, path: str) -> str | None:
 
 
 def _discard(old: str, path: str, notes: list[str]) -> None:
-    """Delete the replaced export, and only its files. What cannot be deleted, or was added meanwhile, is noted."""
+    """Delete the replaced export, and only its files. Files that cannot be deleted, or were added meanwhile, are
+    reported.
+    """
     try:
         if not os.path.isdir(old):
             os.unlink(old)

@@ -1,4 +1,6 @@
-"""Arguments of the integrations: a place and intervals as one ``SnapshotConfig``; a path in place of a snapshot."""
+"""Arguments of the integrations: combines place and intervals into a ``SnapshotConfig``, and checks paths of
+snapshots.
+"""
 
 import os
 from dataclasses import dataclass
@@ -43,7 +45,7 @@ class Arguments:
             self._check_beside(config, short_form.levels[0].url)
 
     def _short_form(self, default_url: str) -> SnapshotConfig:
-        """Return the config that the arguments beside ``config`` mean. Raises: ConfigError."""
+        """Return the config for the arguments besides ``config``. Raises: ConfigError."""
         every_n_steps = self.every_n_steps
         if every_n_steps is None:
             every_n_steps = CAPTURE_EVERY_N_STEPS
@@ -81,21 +83,21 @@ class Arguments:
         return self._short_form(default_url)
 
     def named_config(self, default_url: str | None) -> SnapshotConfig | None:
-        """Return ``config_for(default_url)``; ``None``, if nothing names a place yet."""
+        """Return ``config_for(default_url)``; ``None`` if no place is known yet."""
         if default_url is None and self.config is None and self.dirpath is None:
             return None
         return self.config_for(default_url or "")
 
 
 def check_path(which: Any, framework: str, how: str, export: str, exported: str = "such a checkpoint") -> None:
-    """Refuse the directory of a snapshot, which no framework can read.
+    """Refuse the directory of a snapshot, which frameworks cannot read.
 
     Args:
         which: the checkpoint that the program named.
         framework: the name of the framework.
         how: the argument that resumes the newest snapshot.
         export: the arguments of ``lazysnap export`` for this framework.
-        exported: what this export writes.
+        exported: the result of this export.
 
     Raises: ConfigError.
     """

@@ -1,4 +1,4 @@
-"""Frameworks that integrations use: checks that one is installed, ``attach``, methods that are replaced for a while."""
+"""Helpers for frameworks: checks that one is installed, ``attach``, temporary replacement of methods."""
 
 import os
 from collections.abc import Callable
@@ -13,21 +13,21 @@ _MISSING = object()
 
 
 def is_installed(package: str) -> bool:
-    """True if ``package`` can be imported; it is not imported."""
+    """True if ``package`` can be imported, without importing it."""
     try:
         return find_spec(package) is not None
-    except (ImportError, ValueError):  # an import hook refuses it, or a test put None in its place
+    except (ImportError, ValueError):  # an import hook refuses it, or a test replaced it with None
         return False
 
 
 def require(integration: str, framework: str, extra: str, *packages: str) -> None:
-    """Check for a framework before any other import, so that the error names it, and not a package that it brings.
+    """Check for a framework before any other import, so that the error names it, and not one of its dependencies.
 
     Args:
         integration: the class that needs the framework, for the message.
         framework: its name, for the message.
         extra: the extra of this package that installs it.
-        packages: one of these is enough.
+        packages: one of these suffices.
 
     Raises: ModuleNotFoundError, if none of ``packages`` is installed.
     """
@@ -49,7 +49,7 @@ def attach(
     *,
     keep_best: KeepBest | None = None,
 ) -> Any:
-    """Give an object of a framework snapshots, in place, and return it. Idempotent::
+    """Add snapshots to an object of a framework, in place, and return it. Idempotent::
 
         lazysnap.attach(trainer)
         trainer.train(resume_from_checkpoint="latest")
@@ -57,8 +57,8 @@ def attach(
     Args:
         target: an ``accelerate.Accelerator``, which gets the methods of a ``LazyAccelerator``; or a
             ``transformers.Trainer`` (also of TRL), which gets a ``LazyTrainerCallback``.
-        snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap`` (without one
-            ``./lazysnap``) or ``<output_dir>/_lazysnap``.
+        snapshots: a path or URL, or a ``SnapshotConfig``; by default ``<project_dir>/lazysnap``, else
+            ``./lazysnap``, or ``<output_dir>/_lazysnap``.
         keep_best: keeps the best snapshots by a metric of a Trainer's evaluations. With an Accelerator, call
             ``accelerator.engine.keep_best``.
 
@@ -83,18 +83,18 @@ def attach(
 
 
 class Patches:
-    """A stack of methods and functions that are replaced for a while. Classes are never changed.
+    """A stack of temporarily replaced methods and functions. Classes are never changed.
 
-    A replaced function of a module affects all its callers in the process: the replacement checks whose call it is.
+    A replaced function of a module affects all its callers in the process: the replacement must check the caller.
     """
 
     def __init__(self, is_on: Callable[[], bool] | None = None) -> None:
-        """``is_on``: called at each call of a replaced method; if it returns ``False``, the original alone runs."""
+        """``is_on``: called at each call of a replaced method; if it returns ``False``, only the original runs."""
         self._is_on = is_on
         self._stack: list[tuple[Any, str, Any]] = []
 
     def replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        """Let ``owner.name(...)`` be ``replacement(original, ...)``."""
+        """Replace ``owner.name(...)`` by ``replacement(original, ...)``."""
         original = getattr(owner, name)
 
         @wraps(original)
@@ -107,7 +107,7 @@ class Patches:
         setattr(owner, name, method)
 
     def undo(self) -> None:
-        """Put everything back, last first. Idempotent."""
+        """Restore everything, last first. Idempotent."""
         while self._stack:
             owner, name, before = self._stack.pop()
             if before is _MISSING:

@@ -19,9 +19,9 @@ from lazysnap.shard.names import new_id
 from lazysnap.state.source import StateSource
 
 _MAX_STEPS = 10_000
-"""The most steps whose times are kept."""
+"""Maximum steps whose times are kept."""
 _NO_BAR_S = 1.0
-"""Seconds that the end of a training takes before it has a progress bar."""
+"""Seconds until the end of a training shows a progress bar."""
 
 
 def logged_figures(
@@ -32,9 +32,9 @@ def logged_figures(
     * ``stall_ms``: the time that the training thread waited at the last capture.
     * ``device_wait_s``: the time that devices waited at gates so far (only on devices).
     * ``copy_gb_per_s``: the mean of all copies.
-    * ``skipped``, ``torn``: captures so far.
-    * ``lag_steps/…``, ``lag_s/…``: the lag behind the last step, in memory, on other nodes, and at storage level
-      0, 1, … of ``levels``.
+    * ``skipped``, ``torn``: number of captures so far.
+    * ``lag_steps/…``, ``lag_s/…``: the lag behind the last step, in memory, on other nodes, and at storage level 0, 1,
+    … of ``levels``.
 
     ``finished_s``: the times at which training finished steps, on the monotonic clock.
     """
@@ -64,7 +64,7 @@ def logged_figures(
 
 
 class Session:
-    """The calls of ``engine`` in one training. A step is known by its number, and captured once."""
+    """Calls the engine in one training. A step is identified by its number, and captured once."""
 
     def __init__(self, engine: SnapshotEngine, step: int = 0) -> None:
         self.engine = engine
@@ -125,17 +125,17 @@ class Session:
 
     @property
     def rollback_requested(self) -> bool:
-        """True if the program requested a rollback that did not take place yet."""
+        """True if a requested rollback did not take place yet."""
         return self._rollback_steps > 0
 
     def request_rollback(self, steps: int) -> None:
-        """Let training go back at the end of the running step. Raises: ConfigError."""
+        """Request a rollback at the end of the current step. Raises: ConfigError."""
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
         self._rollback_steps = steps
 
     def roll_back(self) -> None:
-        """Go back by the requested steps. Collective. Blocks. Raises: as ``SnapshotEngine.rollback``."""
+        """Do the requested rollback. Collective. Blocks. Raises: as ``SnapshotEngine.rollback``."""
         steps = self._rollback_steps
         self._rollback_steps = 0
         self.step = self.engine.rollback(steps=steps).step
@@ -143,7 +143,7 @@ class Session:
         self._finished_s = {step: time_s for step, time_s in self._finished_s.items() if step <= self.step}
 
     def close(self, *, shows_bar: bool) -> None:
-        """End well: see ``SnapshotEngine.close``. Blocks; a bar may show the progress after a second."""
+        """Close the engine: see ``SnapshotEngine.close``. Blocks; a bar may show the progress after a second."""
         if not shows_bar:
             self.engine.close(drain=True)
             return
@@ -168,10 +168,10 @@ class Session:
 
 @contextlib.contextmanager
 def _bar_later() -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that takes bytes done and bytes to do, and shows a bar once ``_NO_BAR_S`` are over."""
+    """Yield a function that receives bytes done and bytes in all, and shows a bar after ``_NO_BAR_S``."""
     started_s = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # A console of its own: a display that the program has on the common one would refuse a second one.
+    # A separate console: a display of the program on the common one would refuse a second one.
     progress = Progress(*columns, console=Console(stderr=True))
     task = progress.add_task("saving the last snapshot", total=None)
 
@@ -188,7 +188,7 @@ def _bar_later() -> Iterator[Callable[[int, int], None]]:
 
 
 class WithEngine:
-    """The public view of the running training, and of the last one."""
+    """The public interface to the current and the last training."""
 
     _arguments: Arguments
     _session: Session | None = None
@@ -196,23 +196,23 @@ class WithEngine:
     _statistics: Statistics | None = None
     """The statistics of the last training."""
     _new_run_id = ""
-    """The id for the next training if that resumes nothing; empty, if the program did not read it."""
+    """The id for the next training if that resumes nothing; empty if the program did not read it."""
 
     @property
     def engine(self) -> SnapshotEngine | None:
-        """The engine of the running training, for ``wait(...)`` and the like; ``None`` outside."""
+        """The engine of the current training, for ``wait(...)`` and other calls; ``None`` outside."""
         if self._session is None:
             return None
         return self._session.engine
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run that trains; before a training, of the run that it will resume or begin.
+        """The id of the current run; before a training, of the run that it will resume or begin.
 
-        It is the same after every restart of the run, so give it to a logger (docs/loggers.md). It holds for a
-        training that resumes ``"latest"``: any other one begins a new run, with another id. In a training it is
-        ``None`` until it is known which run that resumes; before, where nothing names the place of snapshots yet.
-        Blocks before a training: see ``lazysnap.run_id``. Raises: ConfigError, if nothing names the job.
+        It is the same after every restart of the run, so give it to a logger (docs/loggers.md). It is valid for a
+        training that resumes ``"latest"``: any other one begins a new run with another id. It is ``None`` in a training
+        until its run is known, and before a training if the place of snapshots is not known yet. Blocks before a
+        training: see ``lazysnap.run_id``. Raises: ConfigError, if nothing names the job.
         """
         if self.engine is not None:
             return self.engine.run_id
@@ -228,37 +228,37 @@ class WithEngine:
         return self._new_run_id
 
     def _default_place(self) -> str | None:
-        """Return the place of snapshots where the arguments name none; ``None`` if only a training has one."""
+        """Return the default place of snapshots; ``None`` if only a training has one."""
         return None
 
     def statistics(self) -> Statistics | None:
-        """Counters and timings of the running training, else of the last one; ``None`` before the first."""
+        """Return counters and timings of the current training, else of the last one; ``None`` before the first."""
         if self.engine is None:
             return self._statistics
         return self.engine.statistics()
 
     def figures(self) -> dict[str, float]:
-        """See ``Session.figures``; nothing outside of a training."""
+        """See ``Session.figures``; empty outside of a training."""
         if self._session is None:
             return {}
         return self._session.figures()
 
     def keep(self, name: str) -> int:
-        """Keep the newest snapshot of the running training under ``name``; see ``SnapshotEngine.keep``.
+        """Keep the newest snapshot of the current training under ``name``; see ``SnapshotEngine.keep``.
 
-        Raises: ConfigError, also when no training runs.
+        Raises: ConfigError, also outside of a training.
         """
         return self._running_session().engine.keep(name)
 
     def release(self, name: str) -> None:
-        """Take ``name`` from the snapshots of the running training; see ``SnapshotEngine.release``.
+        """Remove ``name`` from the snapshots of the current training; see ``SnapshotEngine.release``.
 
-        Raises: ConfigError, also when no training runs.
+        Raises: ConfigError, also outside of a training.
         """
         self._running_session().engine.release(name)
 
     def _gate(self) -> None:
-        """Wait until weights may change, if a training runs. See ``SnapshotEngine.gate``."""
+        """Wait until weights may change, within a training. See ``SnapshotEngine.gate``."""
         if self._session is not None:
             self._session.engine.gate()
 
@@ -273,8 +273,8 @@ class WithEngine:
 
         Args:
             state: the state of the training.
-            default_url: the place of snapshots where the arguments name none.
-            only_reads: true for an evaluation, which may take place within a training of the same directory.
+            default_url: the default place of snapshots.
+            only_reads: True for an evaluation, which may run during a training of the same directory.
         """
         config = self._arguments.config_for(default_url)
         engine = SnapshotEngine._of_integration(config, state, default_url=default_url, takes_over=not only_reads)

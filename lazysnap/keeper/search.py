@@ -242,8 +242,7 @@ class KeeperSearch:
             if self._sent.local_rank == 0:
                 say(
                     f"waiting {_BUSY_GRACE_S:g} s for another training of job {self._identity.job_id!r} on "
-                    f"{self._identity.node} to end: {refusal}, also where they are left over from a launcher that "
-                    "was killed"
+                    f"{self._identity.node} to end: {refusal}, also if they remain from a killed launcher"
                 )
         self._start_at_s = max(self._start_at_s, now + _BUSY_START_S)
 

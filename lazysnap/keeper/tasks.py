@@ -124,7 +124,7 @@ def _describe(task: Task) -> str:
         case WriteLevel():
             return f"copying step {task.key.step}"
         case ListLevel():
-            return "listing snapshots"
+            return "listing the level"
         case DeleteFiles():
             return "deleting old snapshots"
         case SetNames():

@@ -117,8 +117,8 @@ def without_manifest(url: str, directory: Directory, consequence: str = "skipped
     ``consequence``: for that step.
     """
     return (
-        f"step {directory.snapshot.step} {consequence}: {url}/{directory.name}/{directory.bare} is there without its "
-        "manifest, which is written last: it was deleted, or its writer died before"
+        f"step {directory.snapshot.step} {consequence}: {url}/{directory.name}/{directory.bare} has no manifest, "
+        "which is written last: it was deleted, or its writer died before"
     )
 
 

@@ -114,7 +114,7 @@ def keep(storage: Storage, snapshot: SnapshotName, name: str) -> None:
     file = keep_file_name(name)
     with os_errors_named(storage.url, f"naming step {snapshot.step} {name!r}"):
         if file in storage.list(directory) and _belongs_to_others(storage, f"{directory}/{file}"):
-            raise ConfigError(f"{storage.url}/{directory}/{file}: a file of somebody else; take another name")
+            raise ConfigError(f"{storage.url}/{directory}/{file}: a file of another program; use another name")
         storage.put(f"{directory}/{file}", snapshot.run_id.encode())
 
 

@@ -1,7 +1,7 @@
-"""The names that ``keep_best`` gives. A name holds the value, so the names alone say which snapshots are the best.
+"""The names that ``keep_best`` gives. A name contains the value, so the names alone tell which snapshots are the best.
 
 ``best-val_loss-min-0.25-1200`` is the snapshot of step 1200, whose value is 0.25; smaller values are better. There is
-no other record: names at the levels are all that a restart, another process or a command needs to know. Pure.
+no other record: a restart, another process or a command only needs the names at the levels. Pure.
 """
 
 import operator
@@ -19,7 +19,7 @@ _NAME = re.compile(
 )
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 _METRIC_LENGTH = 24
-"""Characters of a metric that a name has room for: the last ones."""
+"""Maximum characters of a metric in a name: the last ones."""
 
 _Item = TypeVar("_Item")
 
@@ -32,7 +32,7 @@ class BestName:
     mode: str
     """``min`` if smaller values are better, ``max`` if greater ones are."""
     value: float
-    """The value, with nine significant digits: no float32 number loses any."""
+    """The value with nine significant digits, which represent any float32 number exactly."""
     step: int
 
     @classmethod
@@ -43,7 +43,7 @@ class BestName:
 
     @classmethod
     def parse(cls, name: str) -> "BestName | None":
-        """Return the parts of a name; ``None`` for a name that ``keep_best`` did not give."""
+        """Return the parts of a name; ``None`` for a name that is not of ``keep_best``."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -57,19 +57,19 @@ class BestName:
 
     @property
     def ranking(self) -> tuple[str, str]:
-        """Metric and mode: a name is compared only with names that have the same ones."""
+        """Metric and mode: only names with the same ones are compared."""
         return self.metric, self.mode
 
     @property
     def sort_key(self) -> tuple[float, int]:
-        """Orders the names of one ranking: the best has the least. Of equal values the earlier step is better."""
+        """The sort key in its ranking: smallest for the best name. Of equal values the earlier step is better."""
         if self.mode == "max":
             return -self.value, self.step
         return self.value, self.step
 
 
 def best_names(names: Iterable[str]) -> list[BestName]:
-    """Return those names that ``keep_best`` gave, the best first."""
+    """Return the names of ``keep_best``, the best first."""
     parsed = []
     for name in names:
         best_name = BestName.parse(name)
@@ -84,7 +84,7 @@ def has_name(names: Collection[str], choice: str) -> bool:
 
 
 def best_first(named: Iterable[tuple[_Item, Collection[str]]]) -> list[_Item]:
-    """Return the items in the order in which ``"best"`` means them.
+    """Return the items in the order of ``"best"``.
 
     Args:
         named: items and their names, the newest first. Each has a name that ``keep_best`` gave, or is called "best".

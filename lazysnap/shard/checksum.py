@@ -33,7 +33,7 @@ class Checksums:
     block_bytes: int
     blocks: tuple[str, ...]
     seconds: float = field(default=0.0, compare=False)
-    """The time that they took, of all threads together, where they were just computed. It is not stored."""
+    """The seconds that the computation took, of all threads together, if just computed. Not stored."""
 
     @property
     def whole(self) -> str:

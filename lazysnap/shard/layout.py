@@ -1,7 +1,7 @@
 """The place of each tensor in a shard: a safetensors header that is known before any data is copied.
 
 The header is padded with spaces so that the data starts on a page. Tensors follow each other without holes, as the
-safetensors format demands. They are ordered by item size, so each one stays aligned to its elements.
+safetensors format requires. They are ordered by item size, so each one stays aligned to its elements.
 """
 
 import json
@@ -53,7 +53,7 @@ class Layout:
 
     @classmethod
     def plan(cls, specs: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None) -> "Layout":
-        """Lay ``specs`` out, widest elements first and otherwise in the order given.
+        """Lay out ``specs``, widest elements first and otherwise in the given order.
 
         Raises: FormatError, for a dtype that the format does not have, a name used twice or a header over the limit.
         """
@@ -146,7 +146,7 @@ def join(shards: Sequence[tuple[int, Layout]]) -> tuple[bytes, tuple[int, ...]]:
     """Return the header of a node's file, and the offset of each shard in it. ``shards``: rank and layout, in order.
 
     The file is this header with all shards after it, byte for byte and each on a page. It is valid safetensors. Its
-    tensors are called ``rank-00003/<name>``. Since each byte has to belong to a tensor, the bytes between two shards
+    tensors are called ``rank-00003/<name>``. Because each byte must belong to a tensor, the bytes between two shards
     and the header of the second are a tensor ``lazysnap/rank-00003``. A file with one shard is that shard.
 
     Raises: FormatError, if the header exceeds the limits of the format.

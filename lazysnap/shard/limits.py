@@ -1,4 +1,4 @@
-"""Limits of the format (docs/format.md): writers stay within them, readers refuse what exceeds them.
+"""Limits of the format (docs/format.md): writers respect them, readers refuse files that exceed them.
 
 Every number, count and nesting is compared with its limit before anything is allocated.
 """
@@ -22,18 +22,19 @@ MAX_BLOCK_BYTES = 256 << 20
 MAX_MANIFEST_BYTES = 64 << 20
 """About 250 bytes for each tensor of a sharded state: enough for 250,000 tensors in one file."""
 MAX_VALUES = 1 << 22
-"""Commas and opening brackets of a JSON text, also inside strings, so at most one more values: each takes up to 150
-bytes when it is parsed. A tensor of a sharded state has about 16 in a manifest, and 9 in a header."""
+"""Commas and opening brackets of a JSON text, also inside strings, which limits the number of values: each takes up to
+150 bytes after parsing. A tensor of a sharded state has about 16 in a manifest, and 9 in a header.
+"""
 MAX_NAME = 4096
 """Characters of the name of a tensor, and of names and versions of packages."""
 MAX_NESTING = 312
-"""Lists and objects inside each other, in a manifest."""
+"""Nested lists and objects in a manifest."""
 MAX_HEADER_NESTING = 3
 MAX_KEEP_FILE_BYTES = 4096
 """The largest object that holds a name."""
 
 MAX_STATE_DEPTH = 100
-"""Containers inside each other in the training state, which is one of them."""
+"""Nested containers in the training state, including the state itself."""
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -64,7 +65,7 @@ def load_json(data: "bytes | memoryview", nesting: int, pairs: Pairs | None = No
 
 
 def check_values(text: bytes) -> None:
-    """Raises: ValueError, if a JSON text may have more than ``MAX_VALUES`` values. Nothing is parsed."""
+    """Check, without parsing, that a JSON text has at most ``MAX_VALUES`` values. Raises: ValueError."""
     count = sum(map(text.count, (b",", b"[", b"{")))
     if count > MAX_VALUES:
         raise ValueError(f"{count} values, the limit is {MAX_VALUES}")

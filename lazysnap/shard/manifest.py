@@ -1,7 +1,7 @@
 """The manifest beside a node's file: it describes the bytes and commits them, because it is written last.
 
 A file is ``{"digest":"xxh3-128:<hex>","manifest":<body>}`` and a newline. The digest covers the exact bytes of the
-body, so a flipped byte anywhere in the file is found (docs/format.md).
+body, so a flipped byte anywhere in the file is detected (docs/format.md).
 """
 
 import json
@@ -33,15 +33,15 @@ FORMAT = "lazysnap"
 TAG = "$"
 """The key in the encoded state that holds the type of a value which plain JSON lacks (docs/format.md)."""
 EXTRAS = "lazysnap"
-"""The key in a state that holds what lazysnap adds to it."""
+"""The key in a state for the additions of lazysnap."""
 PRETRAINED = "pretrained"
 """A key below ``EXTRAS``. Its value is JSON: for each object of the state by name, ``files`` (name → text), and for
 adapters ``weights`` (name in the file → name in the model).
 """
 FORMAT_VERSION = 1
-"""The version that is written, and the only one that is read."""
+"""The only supported version."""
 _OPTIONAL = ("parameters", "replicas")
-"""Keys that are absent if their value is unknown."""
+"""Optional keys: absent if their value is unknown."""
 _FACTS = ("dtype", "order", "scope", "global_shape", "offsets", "shared_rows", "nodes", "frozen")
 """The keys of a tensor's entry."""
 _HEAD = f'{{"digest":"{ALGORITHM}:'.encode()
@@ -80,8 +80,7 @@ class CaptureMeta:
     parameters: dict[str, list[str]] | None = None
     """The parameter names of each optimizer in its own order, by its path in the state. Absent if unknown."""
     replicas: Annotated[list[Count], Meta(max_length=MAX_RANKS)] | None = None
-    """The ranks of the nodes that store what several nodes hold, where all nodes see the level. Absent if there is
-    nothing of that."""
+    """The ranks of the nodes that store, at shared levels, what several nodes hold. Absent if there is none."""
 
     @property
     def name(self) -> SnapshotName:
@@ -166,7 +165,7 @@ class Manifest:
     base: tuple[tuple[int, int], ...] = ()
     """Ranges of blocks, each the first and the one after the last, that are in the base: see ``levels.node_base``."""
     written_bytes: int = field(default=0, compare=False)
-    """Bytes that were written for it just now: the base may have been there. It is not stored."""
+    """Bytes that were just written for it, without an existing base. Not stored."""
 
     @property
     def size_bytes(self) -> int:
@@ -175,7 +174,7 @@ class Manifest:
 
     @property
     def meta(self) -> CaptureMeta:
-        """The facts of the first shard: run, step and start are those of all."""
+        """The metadata of the first shard: all have the same run, step and start."""
         return self.shards[0].meta
 
     def of(self, rank: int) -> Shard:
@@ -230,7 +229,7 @@ class Manifest:
     def decode(cls, data: bytes, where: str) -> "Manifest":
         """Read and check a manifest file; ``where`` names it in errors.
 
-        Raises: FormatError, if any byte is not as it was written, or if it has another format version.
+        Raises: FormatError, if any byte was changed, or for another format version.
         """
         body = data[_BODY_START : -len(_TAIL)]
         got = digest(body).encode()
@@ -281,7 +280,7 @@ def _checked(value: Any, kind: Any, where: str) -> Any:
     """Return ``value`` as an object of that type. Raises: FormatError, naming the field that does not fit."""
     try:
         return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, UnicodeError) as error:  # the second for half of a surrogate pair
+    except (msgspec.ValidationError, UnicodeError) as error:  # ValueError for half of a surrogate pair
         raise FormatError(f"{where}: {error}") from error
 
 
@@ -293,7 +292,7 @@ def json_text(fields: dict[str, Any]) -> str:
 def _dump(fields: dict[str, Any]) -> bytes:
     try:
         text = json_text(fields)
-    except ValueError as error:  # a number that was read as infinite, such as 1e999
+    except ValueError as error:  # a number that parses as infinite, such as 1e999
         raise FormatError(f"the metadata is no JSON: {error}") from error
     return text.encode("utf-8", "surrogatepass")
 
@@ -330,7 +329,7 @@ def _shard(fields: Any, where: str) -> Shard:
 
 
 def _check_places(manifest: Manifest, where: str) -> None:
-    """Check that the shards are of one snapshot and of different ranks, and fill the file one behind the other."""
+    """Check that the shards are of one snapshot and of different ranks, and fill the file one after the other."""
     end = 0
     if len(manifest.shards) == 1 and manifest.shards[0].offset:
         raise FormatError(f"{where}: the only shard begins at byte {manifest.shards[0].offset}")

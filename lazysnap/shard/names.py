@@ -28,7 +28,7 @@ def new_id() -> str:
 
 
 def id_after(new: str, other: str) -> str:
-    """Return ``new``, or a later id if ``new`` is not greater than ``other``: a clock may be set back."""
+    """Return ``new``, or a later id if ``new`` is not greater than ``other``, because a clock may be set back."""
     if new > other:
         return new
     milliseconds = f"{int(other[:_TIME_DIGITS], 16) + 1:0{_TIME_DIGITS}x}"
@@ -38,7 +38,7 @@ def id_after(new: str, other: str) -> str:
 
 
 def id_time_ns(text: str) -> int:
-    """Return the time at which the run or start of an id began: nanoseconds since 1970, to the millisecond."""
+    """Return the time at which the run or start of an id began: nanoseconds since 1970, with millisecond precision."""
     return int(text[:_TIME_DIGITS], 16) * 1_000_000
 
 
@@ -129,7 +129,7 @@ def parse_events_file_name(file: str) -> tuple[str, int] | None:
 
 @dataclass(frozen=True)
 class NodeName:
-    """The common part of the names of a node's file and its manifest: number of the node, and of how many."""
+    """The common part of the names of a node's file and its manifest: number of the node, and number of nodes."""
 
     node: int
     nodes: int

@@ -31,7 +31,7 @@ class Overlap:
 
 
 def extent_of(facts: dict[str, Any], shape: Sequence[int], where: str) -> tuple[Extent, Extent]:
-    """Return global shape and offsets that a manifest's ``tensors`` entry has for a stored tensor of ``shape``.
+    """Return global shape and offsets in a manifest's ``tensors`` entry for a stored tensor of ``shape``.
 
     Raises: FormatError, if they do not fit each other.
     """
@@ -51,10 +51,10 @@ def _are_sizes(value: Any, length: int) -> bool:
 
 
 def overlap(piece: Piece, offsets: Extent, shape: Extent) -> Overlap | None:
-    """Return the part of a piece that lies in the box at ``offsets`` of ``shape``; ``None``, if nothing does."""
+    """Return the part of a piece inside the box at ``offsets`` of ``shape``; ``None`` if there is none."""
     source = []
     target = []
-    # A list, so that different numbers of dimensions are always an error, also for boxes that do not meet.
+    # A list, so that different numbers of dimensions are always an error, also for disjoint boxes.
     dimensions = list(zip(piece.offsets, piece.shape, offsets, shape, strict=True))
     for piece_start, piece_size, box_start, box_size in dimensions:
         start = max(piece_start, box_start)

@@ -1,7 +1,7 @@
 """The memory order of a dense tensor, as a permutation of its dimensions. Pure.
 
-A permutation describes the strides of a tensor, of any box of it, and of its part on any rank. It can describe neither
-holes nor overlaps, so strides made from it stay inside the memory of the tensor whatever a file claims.
+A permutation describes the strides of a tensor, of any box of it, and of its part on any rank. It cannot describe holes
+or overlaps, so strides from an untrusted file stay inside the memory of the tensor.
 """
 
 from collections.abc import Sequence

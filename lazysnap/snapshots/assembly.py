@@ -1,4 +1,4 @@
-"""Tensors put together from the parts that the shards of several ranks hold. Needs no torch."""
+"""Assembles tensors from their parts in the shards of several ranks. Needs no torch."""
 
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -51,12 +51,12 @@ class JoinedTensor:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for tied tensors with the same wanted box."""
+        """Return a key that is equal for tied tensors with the same wanted box."""
         return (self.box, *(part.key for part in self._parts.values()))
 
     @property
     def tiles(self) -> list[tuple[StoredTensor, Overlap]]:
-        """Parts that do not overlap, each with what is taken of it; together they are the wanted box."""
+        """Return non-overlapping parts, each with the used range; together they are the wanted box."""
         return [(self._parts[overlap.piece.rank], overlap) for overlap in self._cover.tiles]
 
     @property
@@ -79,7 +79,7 @@ class JoinedTensor:
         return TensorSpec(name, self.first.spec.dtype, (*self.shape, *self._item_shape))
 
     def check(self) -> None:
-        """Check that no part is missing: no format notices that, and it would leave garbage. Raises: FormatError."""
+        """Check that no part is missing, which would leave garbage without an error. Raises: FormatError."""
         if not self.is_whole:
             total = math.prod(self.box[1])
             filled = total - self._cover.missing
@@ -95,8 +95,8 @@ def _text(dtype: str, logical: str | None, shape: Extent) -> str:
 class Assembly:
     """Tensors by their names in the state of one rank, from the shards added so far.
 
-    A tensor that this rank holds alone comes from its own shard. Every other one is put together from the parts of all
-    ranks, whatever their number and mesh were.
+    A tensor that only this rank holds comes from its own shard. Every other one is assembled from the parts of all
+    ranks, for any number of ranks and mesh.
     """
 
     def __init__(self, rank: int, box: Box = whole_box) -> None:
@@ -134,7 +134,7 @@ class Assembly:
         return new
 
     def request(self, names: Iterable[str]) -> None:
-        """Search these tensors in all shards, also in shards that are added later. Raises: FormatError."""
+        """Request these tensors from all shards, also from shards that are added later. Raises: FormatError."""
         for name in names:
             if name not in self._tensors:
                 self._missing[name] = None
@@ -180,7 +180,7 @@ class WholeSnapshot:
     """The tensors of an open snapshot by their names in the state of one rank."""
 
     def __init__(self, snapshot: OpenSnapshot, rank: int = 0) -> None:
-        """``rank``: the rank whose small state, and tensors that it alone holds, are used.
+        """``rank``: the rank whose small state and own tensors are used.
 
         Raises: StateError, if the ranks number their parameters in different ways; FormatError.
         """
@@ -196,7 +196,7 @@ class WholeSnapshot:
                     "as saved it, through the engine"
                 )
         self._assembly = Assembly(rank)
-        # This rank first: of equal parts the first is read.
+        # This rank first, because of equal parts the first is read.
         for shard in (snapshot.shards[rank], *snapshot.shards[:rank], *snapshot.shards[rank + 1 :]):
             self._assembly.add(shard)
 

@@ -32,9 +32,9 @@ from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
 
 _THREADS = 8
-"""Small reads at a time: each is a request to an object store."""
+"""Concurrent small reads: each is a request to an object store."""
 _MOST_LISTED = 8
-"""Steps in a message."""
+"""Maximum steps in a message."""
 _NO_KEY = SnapshotKey("", -1, "", 0)
 
 Item = TypeVar("Item")
@@ -130,13 +130,13 @@ class Contents:
     uncommitted: tuple[tuple[str, int], ...]
     """Directories in which no manifest can be read, each with its step."""
     without_manifest: tuple[tuple[SnapshotName, str], ...]
-    """Snapshots that are not complete because a file has no manifest, each with the message about it."""
+    """Incomplete snapshots with a file without a manifest, each with the message about it."""
     problems: tuple[str, ...]
     """One line for each file that cannot be used."""
     runs: dict[str, str]
     """The short id of each run of the level."""
     newest_run: str | None
-    """Id of the run that ``latest`` means here; ``None``: nothing is complete."""
+    """Id of the run of ``latest`` at this level; ``None`` if nothing is complete."""
 
     @property
     def is_empty(self) -> bool:
@@ -164,7 +164,9 @@ class Catalogue:
         self.storage = storage
         self._directories: dict[str, Directory | None] = {}
         self._manifests: dict[FilePlace, Manifest | str | None] = {}
-        """Manifests that were read. A text: why one cannot be used; ``None``: it was deleted since it was listed."""
+        """Read manifests; a text with the reason for an unusable one; ``None`` for one that was deleted after the
+        listing.
+        """
         self._unlisted: list[str] = []
         """Problems with directories."""
         if listing is not None:
@@ -173,16 +175,16 @@ class Catalogue:
             self._names = list(self._directories)
             self._unlisted += listing.problems
         self.incomplete: list[str] = []
-        """One line for each snapshot that ``plans`` skipped: what is missing of it."""
+        """One line for each snapshot that ``plans`` skipped, with the missing parts."""
 
     @property
     def problems(self) -> list[str]:
-        """One line for each file that cannot be used, and why: damaged, foreign or lost."""
+        """One line for each unusable file, with the reason: damaged, foreign or lost."""
         return self._unlisted + [problem for problem in self._manifests.values() if isinstance(problem, str)]
 
     @property
     def listed(self) -> tuple[list[str], dict[str, Directory | None]]:
-        """The listings so far: equal for two catalogues between which nothing changed."""
+        """The listings so far: equal for two catalogues if nothing changed between them."""
         return self._names, self._directories
 
     @cached_property
@@ -357,10 +359,10 @@ class Catalogue:
         return tuple(sorted(uncommitted)), tuple(sorted(bare))
 
     def inventory(self, share: tuple[int, int] | None = None) -> Inventory:
-        """Return what can be restored from here, and what cannot and why.
+        """Return what can be restored from this level, and the problems.
 
-        ``share``: number, of how many; only that part of the files is read.
-        Blocks. Raises: LevelError, if the level does not answer. No damage makes it raise.
+        ``share``: index and count; only that part of the files is read. Blocks. Raises: LevelError, if the level does
+        not answer. No damage makes it raise.
         """
         entries = tuple(self._manifests_by_entry(self._list_all(), share))
         problems = list(self._unlisted)
@@ -394,7 +396,7 @@ class Catalogue:
     def _manifests_by_entry(
         self, directories: Sequence[Directory], share: tuple[int, int] | None = None
     ) -> dict[Entry, Manifest]:
-        """Return every shard that is committed in these directories, by rank, each with the manifest of its file.
+        """Return every committed shard in these directories, by rank, each with the manifest of its file.
 
         ``share``: see ``inventory``.
         """
@@ -412,7 +414,7 @@ class Catalogue:
         return manifests
 
     def _explain(self, step: int, entries: Sequence[Entry]) -> None:
-        """Record what is missing of an incomplete snapshot."""
+        """Record the missing parts of an incomplete snapshot."""
         for key, present in sorted(snapshots(entries).items()):
             missing = set(range(key.world_size))
             for entry in present:
@@ -428,7 +430,9 @@ class Catalogue:
 
 
 def _read_manifest(place: FilePlace) -> Manifest | str | None:
-    """Return a manifest; a text: why it cannot be used; ``None``: it was deleted since it was listed. Blocks."""
+    """Return a manifest; a text with the reason if it is unusable; ``None`` if it was deleted after the listing.
+    Blocks.
+    """
     try:
         return read_committed(place)
     except FileNotFoundError:

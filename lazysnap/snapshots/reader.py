@@ -20,9 +20,9 @@ from lazysnap.shard.strides import Order, is_order
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
 
 _ATTEMPTS = 10
-"""Listings of a level before giving up, if listed files are deleted before they are open."""
+"""Maximum listings of a level, if listed files are deleted before they are opened."""
 MOST_OPEN = 128
-"""Files of a snapshot that stay open. Each takes two of a process's descriptors, of which 1,024 are usual."""
+"""Maximum open files of a snapshot. Each takes two descriptors of a process, which usually has 1,024."""
 
 Result = TypeVar("Result")
 
@@ -35,9 +35,9 @@ class OpenShard:
     layout: Layout
     blocks: Blocks
     offset: int = 0
-    """The place in these blocks where it begins."""
+    """Its offset in these blocks."""
     unverified: memoryview | None = None
-    """The header, if it was not compared with its checksum yet: ``read`` does that."""
+    """The header, if it was not verified yet: ``read`` does that."""
 
     @property
     def where(self) -> str:
@@ -152,11 +152,10 @@ class OpenSnapshot:
 
 
 def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
-    """Read the header of a rank's shard, and compare it with its checksum: now (``verify``), or in ``read``.
+    """Read the header of a rank's shard, and verify it: now (``verify``), or in ``read``.
 
     ``blocks``: of the file, which stays open.
-    Blocks: reads the header alone, or with ``verify`` its blocks. Raises: FormatError; FileNotFoundError;
-    LevelError.
+    Blocks: reads the header alone, or with ``verify`` its blocks. Raises: FormatError; FileNotFoundError; LevelError.
     """
     shard = blocks.manifest.of(rank)
     if verify:
@@ -201,9 +200,9 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
 
 
 def retry_if_deleted(storage: Storage, attempt: Callable[[Catalogue], Result]) -> Result:
-    """Return ``attempt(catalogue)``; with a new catalogue, if a file vanished since it was listed.
+    """Return ``attempt(catalogue)``, with a new catalogue if a listed file vanished.
 
-    Retention of a running training deletes a snapshot only after a newer one is complete: a new listing has that one.
+    Retention of a running training deletes a snapshot only after a newer one is complete, which a new listing contains.
     Blocks. Raises: SnapshotNotFound, if files vanished in every attempt; what ``attempt`` raises, a FileNotFoundError
     after two equal listings.
     """
@@ -224,7 +223,7 @@ def retry_if_deleted(storage: Storage, attempt: Callable[[Catalogue], Result]) -
 
 
 def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: ByteCounter = no_progress) -> None:
-    """Read these bytes of shards as ``blocks.fill`` does; also compare headers that were not compared yet."""
+    """Read these bytes of shards as ``blocks.fill``, and verify the remaining headers."""
     jobs_of_blocks: dict[Blocks, list[WantedBytes]] = defaultdict(list)
     for shard, parts in jobs.items():
         if shard.unverified is not None:
@@ -234,7 +233,7 @@ def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: ByteCount
 
 
 def _header_check(shard: OpenShard, header: memoryview) -> WantedBytes:
-    """Return a read that compares the header that was read first with the verified blocks."""
+    """Return a read that compares the unverified header with the verified blocks."""
 
     def compare(offset: int, data: memoryview) -> None:
         if header[offset : offset + len(data)] != data:

@@ -1,4 +1,4 @@
-"""Reads of boxes of tensors: collected first, then each block of a shard is read once. Needs no torch."""
+"""Reads boxes of tensors: requests are collected first, then each block of a shard is read once. Needs no torch."""
 
 import math
 import threading
@@ -18,7 +18,7 @@ _LEAST_UNIT = 1 << 20
 
 @dataclass(frozen=True)
 class Span:
-    """Bytes ``[start, stop)`` of a file that hold a part of a box."""
+    """Bytes ``[start, stop)`` of a file with a part of a box."""
 
     start: int
     stop: int
@@ -163,7 +163,7 @@ class Reads:
         self._parts: list[tuple[OpenShard, _PendingSpan]] = []
 
     def add(self, tensor: JoinedTensor, use: Use) -> None:
-        """Have the wanted box of a tensor read. Nothing is read yet."""
+        """Request the wanted box of a tensor. Nothing is read yet."""
         item_bytes = tensor.item_bytes
         for stored, overlap in tensor.tiles:
             shard = stored.shard
@@ -192,7 +192,7 @@ class Reads:
 
 
 class _PendingSpan:
-    """A span that is being read. It is used when all its bytes arrived, which may be in several blocks."""
+    """A span that is being read. It is used when all its bytes have arrived, possibly from several blocks."""
 
     def __init__(self, span: Span, use: Use, size_bytes: int) -> None:
         self.size_bytes = size_bytes

@@ -1,4 +1,4 @@
-"""Tensors of torch for what shards hold."""
+"""Creates torch tensors for tensors in shards."""
 
 import torch
 

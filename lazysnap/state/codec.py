@@ -1,8 +1,8 @@
 """The encoding of small state as JSON: a closed set of tagged types, tensors by name.
 
 ``None``, ``bool``, ``str``, integers below 2**53, finite floats, lists, and dicts with string keys are plain JSON.
-Every other value is ``{"$": tag, "v": …}``. Decoding imports nothing by name and runs no code except the decoders that
-this process gave to ``register_type``. The table of tags is in docs/format.md.
+Every other value is ``{"$": tag, "v": …}``. Decoding imports nothing by name and runs only decoders that this process
+gave to ``register_type``. docs/format.md has the table of tags.
 """
 
 import argparse
@@ -30,22 +30,23 @@ TensorSource = Callable[[str], Any]
 
 _EXACT_INT = 1 << 53
 _ARRAY_BYTES = 64 << 10
-"""NumPy arrays of this size and more are tensors of the shard. Smaller ones are text, which costs less than a tensor of
-its own."""
+"""NumPy arrays of at least this size are tensors of the shard. Smaller ones are text, which costs less than a
+tensor.
+"""
 _TORCH_KINDS = "biuf"
 """Kinds of NumPy dtypes that torch has, up to 8 bytes an element."""
 _FACTORIES: dict[str, Any] = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
 _FACTORY_NAMES = {factory: name for name, factory in _FACTORIES.items()}
 _PATH_SHOWN = 6
-"""Keys of a path in an error."""
+"""Maximum keys of a path in an error."""
 _KEY_SHOWN = 60
-"""Characters of such a key, if it is no identifier."""
+"""Maximum characters of such a key, if it is no identifier."""
 _registered: dict[type, tuple[str, Callable[[Any], Any]]] = {}
 _decoders: dict[str, Callable[[Any], Any]] = {}
 
 
 class DecoderError(FormatError):
-    """A decoder that the program registered raised: its code is wrong, or this one value."""
+    """A decoder of the program raised: its code or this value is wrong."""
 
 
 def register_type(cls: type, *, name: str, encode: Callable[[Any], Any], decode: Callable[[Any], Any]) -> None:
@@ -272,20 +273,21 @@ def _bytes64(text: Any) -> bytes:
 
 
 def _is_plain_numpy(value: Any, numpy: Any) -> bool:
-    """True if dtype, shape and bytes say all about an array or a scalar."""
+    """True if dtype, shape and bytes describe an array or a scalar completely."""
     dtype = value.dtype
     if dtype.hasobject or dtype.names or numpy.dtype(dtype.str) != dtype:
         return False
-    # A masked array has a mask besides.
+    # A masked array also has a mask.
     return not isinstance(value, numpy.ndarray) or type(value) in (numpy.ndarray, numpy.memmap)
 
 
 def _as_tensor(array: Any, numpy: Any) -> torch.Tensor:
-    """Return a tensor over the memory of ``array``, or over a copy where torch cannot use that: of the same dtype if
-    torch has it, else of its bytes."""
+    """Return a tensor over the memory of ``array``, or over a copy if torch cannot use that: of the same dtype if torch
+    has it, else of its bytes.
+    """
     array = numpy.asarray(array, order="C")
     if not array.flags.writeable:
-        array = array.copy()  # torch warns of memory that it must not write to
+        array = array.copy()  # torch warns about read-only memory
     dtype = array.dtype
     if not dtype.isnative or dtype.kind not in _TORCH_KINDS or dtype.itemsize > 8:
         array = array.reshape(-1).view(numpy.uint8)
@@ -345,7 +347,7 @@ def _torch_constant(kind: type, name: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """The encoding of a type whose values contain no others."""
+    """The encoding of a type whose values contain no other values."""
 
     kind: type
     tag: str
@@ -376,7 +378,7 @@ _PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
 
 
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
-    """Return the value that was encoded; ``tensor(name)`` returns each tensor, or a value in its place.
+    """Decode a value; ``tensor(name)`` returns each tensor, or a value in its place.
 
     Raises: FormatError, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; DecoderError, if a
     registered decoder raises; StateError, if a type is not registered in this process.
@@ -511,7 +513,8 @@ class _Decoder:
             raise DecoderError(f"the decoder of {name!r} raised {type(error).__name__}: {error}") from error
 
 
-# Of the class: a table of a decoder's own methods would keep it, and all its tensors, until the next full collection.
+# A class attribute: a table of bound methods would keep the decoder, and all its tensors, until the next full
+# collection.
 _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
     "tensor": _Decoder.tensor_of,
     "array": _Decoder.array,

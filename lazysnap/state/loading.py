@@ -1,7 +1,7 @@
-"""Loading a module, and the check at the first boundary that a restart will be able to.
+"""Loads the state of a module, and checks at the first boundary that a restart can load it.
 
-``load_state_dict`` refuses names that it does not know, such as ``weight.absmax`` of a weight in 4 bits, and buffers of
-another shape. Some modules have such names in their ``state_dict``, or change the shape of a buffer in training.
+``load_state_dict`` refuses unknown names, such as ``weight.absmax`` of a 4-bit weight, and buffers of another shape.
+Some modules have such names in their ``state_dict``, or change the shape of a buffer in training.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,19 +15,19 @@ from lazysnap.errors import StateError
 from lazysnap.state.modules import entries_of, fill, fitted, is_expanded, is_uninitialised
 
 _SHOWN = 3
-"""Names in a message."""
+"""Maximum names in a message."""
 
 
 @dataclass
 class LoadedNames:
-    """The names that ``load_state_dict`` of a module reads, as far as that can be known without calling it."""
+    """The names that ``load_state_dict`` of a module reads, as far as known without calling it."""
 
     required: set[str] = field(default_factory=set)
-    """Names without which it fails."""
+    """Names that it requires."""
     accepted: set[str] = field(default_factory=set)
     """Names that it reads; all others are refused."""
     open_prefixes: list[str] = field(default_factory=list)
-    """Prefixes of names that code of the program, or of a package, reads in its own way."""
+    """Prefixes of names that custom code reads."""
 
     @classmethod
     def of(cls, module: torch.nn.Module) -> "LoadedNames":
@@ -64,15 +64,15 @@ class LoadedNames:
 
 
 def _overrides(module: torch.nn.Module, method: str) -> bool:
-    """True if the class of a module, or the module itself, has a method of its own."""
+    """True if the class of a module, or the module itself, overrides a method."""
     return method in vars(module) or getattr(type(module), method) is not getattr(torch.nn.Module, method)
 
 
 def check_loads(path: str, module: torch.nn.Module, captured: Mapping[str, Any]) -> None:
-    """Check that a restart can load what is captured of a module. Nothing is changed.
+    """Check that a restart can load the captured state of a module, without changing anything.
 
-    Raises: StateError, naming what is missing, and what ``load_state_dict`` does not know and no tensor of the
-    module holds.
+    Raises: StateError, naming what is missing, and what ``load_state_dict`` does not know and no tensor of the module
+    holds.
     """
     names = LoadedNames.of(module)
     missing = sorted(names.required.difference(captured))
@@ -99,9 +99,9 @@ def check_loads(path: str, module: torch.nn.Module, captured: Mapping[str, Any])
 
 
 def _live_entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``state_dict()`` that the module holds, not those that it makes for each call."""
+    """Return the tensors of ``state_dict()`` that the module stores, not those that it makes for each call."""
     entries = entries_of(module)
-    entries_again = entries_of(module)  # beside the first: a tensor that is made again has other memory
+    entries_again = entries_of(module)  # while the first exists, so that a new tensor has other memory
     live = {}
     for name, tensor in entries.items():
         again = entries_again.get(name)
@@ -113,8 +113,8 @@ def _live_entries(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def resizable_names(module: torch.nn.Module) -> set[str]:
-    """Return the names of tensors that may have another shape in a snapshot: buffers, and what ``load_state_dict`` does
-    not know.
+    """Return the names of tensors that may have another shape in a snapshot: buffers, and names that
+    ``load_state_dict`` does not know.
     """
     buffers = dict(module.named_buffers(remove_duplicate=False))
     unknown = LoadedNames.of(module).unknown(entries_of(module))
@@ -124,7 +124,7 @@ def resizable_names(module: torch.nn.Module) -> set[str]:
 def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bool = True) -> None:
     """Load the values of a snapshot. Buffers get the shapes of the snapshot.
 
-    Raises: StateError, for scales of other shapes than the model has; what ``load_state_dict`` raises.
+    Raises: StateError, for scales of other shapes than in the model; as ``load_state_dict``.
     """
     state = fitted(module, saved)
     extras = {}
@@ -133,7 +133,7 @@ def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
     for name, buffer in module.named_buffers(remove_duplicate=False):
         value = state.get(name)
         if is_uninitialised(buffer) or not isinstance(value, torch.Tensor):
-            continue  # load_state_dict gives an uninitialised one its shape
+            continue  # load_state_dict gives an uninitialised tensor its shape
         if value.shape != buffer.shape:
             buffer.data = buffer.new_empty(value.shape)
     _fill_expanded(module, state)
@@ -143,7 +143,7 @@ def load_module(module: torch.nn.Module, saved: Mapping[str, Any], *, strict: bo
 
 
 def _fill_expanded(module: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Fill the expanded tensors of a module, which torch cannot copy to, and put them into ``state`` themselves."""
+    """Fill the expanded tensors of a module, which torch cannot copy to, and insert them into ``state``."""
     for name, tensor in entries_of(module).items():
         value = state.get(name)
         if not isinstance(value, torch.Tensor) or not isinstance(tensor, torch.Tensor):

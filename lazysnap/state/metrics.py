@@ -10,11 +10,11 @@ from lazysnap.errors import StateError
 from lazysnap.state.scalars import pack, unpack
 
 METRICS = "metrics"
-"""The key below ``EXTRAS`` of a state that holds the metrics of each module, by the module's name there."""
+"""The key below ``EXTRAS`` for the metrics of each module, by the module's name in the state."""
 
 
 def metrics_in(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the metrics among a module and its parts, by their names; torchmetrics is not imported for that."""
+    """Return the metrics in a module, by name, without importing torchmetrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     metric_class = getattr(torchmetrics, "Metric", None)  # absent while the package is being imported
     if metric_class is None:
@@ -33,7 +33,7 @@ def collect_metric(metric: Any) -> dict[str, Any]:
 
 
 def restore_metric(metric: Any, state: dict[str, Any]) -> None:
-    """Put back what ``collect_metric`` found."""
+    """Restore the result of ``collect_metric``."""
     for name, value in state["states"].items():
         setattr(metric, name, unpack(value, metric.device))
     metric._update_count = state["update_count"]

@@ -1,4 +1,4 @@
-"""Loading the state of a module: names with or without ``torch.compile``, tensors in another memory order."""
+"""Loads the state of a module: names with or without ``torch.compile``, tensors in another memory order."""
 
 import logging
 from collections import OrderedDict
@@ -21,7 +21,7 @@ def is_uninitialised(tensor: torch.Tensor) -> bool:
 
 
 def saved_names(live: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
-    """Map names of live tensors to names in a snapshot, also if only one of the two models was compiled.
+    """Map names of live tensors to names in a snapshot, also if only one of the models was compiled.
 
     Tensors that the snapshot does not have are skipped.
     """
@@ -71,14 +71,14 @@ def can_be_filled(live: Any, saved: Any) -> bool:
 
 
 def fill(live: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy values of the same shape into a live tensor, also into an expanded one. The caller turned gradients off.
+    """Copy values of the same shape into a live tensor, also into an expanded one. The caller disables gradients.
 
     An expanded tensor whose memory cannot hold the values gets memory of its own.
     """
     if not is_expanded(live):
         live.copy_(value)
         return
-    # torch refuses to copy to a tensor with several elements at one place: each place is filled once.
+    # torch refuses to copy to a tensor with overlapping elements, so each address is filled once.
     places = []
     for stride in live.stride():
         if stride == 0:
@@ -92,7 +92,7 @@ def fill(live: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def is_expanded(value: torch.Tensor) -> bool:
-    """True if several elements of a tensor are one place in memory, as ``expand`` makes them."""
+    """True if several elements of a tensor share an address, as after ``expand``."""
     if is_uninitialised(value) or value.layout is not torch.strided:
         return False
     return any(stride == 0 and size > 1 for size, stride in zip(value.shape, value.stride(), strict=True))
@@ -120,7 +120,7 @@ def reordered_tensors(module: torch.nn.Module, saved: Mapping[str, Any]) -> dict
 
 
 def warn_of_reordered(names: Collection[str]) -> None:
-    """Say once that live tensors have another memory order than in the snapshot."""
+    """Warn once if live tensors have another memory order than in the snapshot."""
     if names:
         logger.warning(
             "%s has another memory order (strides) than in the snapshot, %d tensors in all: the values are the same, "
@@ -139,7 +139,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def entries_of(module: torch.nn.Module) -> Mapping[str, Any]:
-    """Return ``state_dict()``, with the live tensors where it can."""
+    """Return ``state_dict()``, with the live tensors if possible."""
     try:
         return module.state_dict(keep_vars=True)
     except TypeError:  # an override with other parameters

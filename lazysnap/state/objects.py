@@ -112,7 +112,7 @@ class ObjectState(StateSource):
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
 
-        Raises: StateError, at the first call, for what FSDP 1, DeepSpeed or similar packages shard; for local
+        Raises: StateError, at the first call, for objects that FSDP 1, DeepSpeed or similar packages shard; for local
         SGD; for a model that no restart could load.
         """
         if not self._support_checked:
@@ -151,7 +151,7 @@ class ObjectState(StateSource):
 
     def expected(self) -> Mapping[str, torch.Tensor]:
         """See ``StateSource.expected``. All tensors of the modules. Raises: as ``collect``."""
-        self._check_supported()  # before the state_dict() of such a module, which may be a collective
+        self._check_supported()  # before the state_dict() of such a module, which may be collective
         tensors = {}
         for name, module in self._unwrapped_modules().items():
             for key, tensor in module.state_dict().items():
@@ -160,7 +160,7 @@ class ObjectState(StateSource):
         return tensors
 
     def _check_loaders(self) -> None:
-        """Check that no loader is iterated: that iterator would continue as it was, and train other data.
+        """Check that no loader is being iterated: that iterator would continue with other data.
 
         Raises: StateError.
         """
@@ -172,7 +172,7 @@ class ObjectState(StateSource):
                 )
 
     def _check_memory_orders(self, state: Mapping[str, Any]) -> None:
-        """Warn of live tensors in another memory order. Raises: see ``check_memory_orders``."""
+        """Warn about live tensors in another memory order. Raises: see ``check_memory_orders``."""
         reordered: dict[str, torch.Tensor] = {}
         for name, module in self._unwrapped_modules().items():
             for key, tensor in reordered_tensors(module, state[name]).items():

@@ -1,4 +1,4 @@
-"""Loading the state of an optimizer: check it first, then load it with the dtypes and strides of the snapshot."""
+"""Loads the state of an optimizer: checks it first, then loads it with the dtypes and strides of the snapshot."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,13 +15,13 @@ from lazysnap.state.source import OPTIMIZERS, StateSource, parameters_of
 from lazysnap.state.wrappers import stepping
 
 _ADVICE = (
-    "Nothing of the optimizer was loaded. Use the optimizer of the snapshot; to go on with another one, load the model "
-    "alone with lazysnap.load_weights(place), or begin with the weights of an exported checkpoint"
+    "Nothing of the optimizer was loaded. Use the optimizer of the snapshot; to continue with another one, load only "
+    "the model with lazysnap.load_weights(place), or begin with the weights of an exported checkpoint"
 )
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
-    """Return module and name of an optimizer's class. Of a wrapper's class: those of its base of the same name."""
+    """Return module and name of an optimizer's class; for a wrapper those of its base of the same name."""
     name = type(optimizer).__name__
     module = ""
     for kind in type(optimizer).__mro__:
@@ -33,17 +33,17 @@ def class_of(optimizer: torch.optim.Optimizer) -> str:
 def check_optimizers(
     source: StateSource, state: Mapping[str, Any], parameters: Mapping[str, Sequence[str]] | None
 ) -> None:
-    """Compare every optimizer with what a snapshot has for it; nothing is changed.
+    """Compare every optimizer with its state in a snapshot, without changing anything.
 
-    ``parameters``: as for ``check_order``. Raises: StateError, if classes, parameter groups, their keys, or the
-    order of parameters differ.
+    ``parameters``: as for ``check_order``. Raises: StateError, if classes, parameter groups, their keys, or the order
+    of parameters differ.
     """
     recorded = _recorded(state)
     for path, optimizer in source.named_optimizers().items():
         saved = _at(state, path)
         if path in recorded:
             _check_class(path, str(recorded[path].get("class")), class_of(optimizer))
-        # Without groups it is not in the snapshot, or has its own format.
+        # Without groups the state is missing, or has another format.
         if isinstance(saved, Mapping) and isinstance(saved.get("param_groups"), list):
             if path not in recorded or not _fills_groups(optimizer):
                 _check_keys(path, optimizer, saved)
@@ -82,7 +82,7 @@ def _at(state: Any, path: str) -> Any:
 
 
 def _check_class(path: str, saved: str, live: str) -> None:
-    # Modules move and get other names. But a class of torch never equals another package's class of that name.
+    # Modules are moved and renamed. But a class of torch never equals another package's class of that name.
     has_same_name = saved.rpartition(".")[2] == live.rpartition(".")[2]
     if not has_same_name or saved.startswith("torch.") != live.startswith("torch."):
         raise StateError(f"{path}: the snapshot is of {saved}, the live optimizer is {live}. {_ADVICE}")
@@ -159,10 +159,10 @@ def _listed_groups(sizes: list[int]) -> str:
 
 
 def check_order(source: StateSource, saved_names: Mapping[str, Sequence[str]] | None) -> None:
-    """Check the order of parameters: the state of an optimizer refers to them only by number.
+    """Check the order of parameters, because the state of an optimizer only numbers them.
 
-    ``saved_names``: the names of the parameters of each optimizer, as the snapshot has them. An optimizer with another
-    number of parameters is not checked. Raises: StateError.
+    ``saved_names``: the names of the parameters of each optimizer in the snapshot. An optimizer with another number of
+    parameters is not checked. Raises: StateError.
     """
     if saved_names is None:
         return
@@ -183,8 +183,8 @@ def check_order(source: StateSource, saved_names: Mapping[str, Sequence[str]] | 
 def check_memory_orders(path: str, optimizer: torch.optim.Optimizer, reordered: Mapping[str, torch.Tensor]) -> None:
     """Check that no parameter is ``reordered`` if the optimizer may ignore strides.
 
-    State comes back in the memory order of the snapshot. Fused optimizers read a parameter and its state side by side
-    in memory, so they would train something else.
+    State is restored in the memory order of the snapshot. Fused optimizers read a parameter and its state in memory
+    order, so they would combine wrong values.
 
     Args:
         path: the name of the optimizer, for the message.
@@ -206,7 +206,7 @@ def check_memory_orders(path: str, optimizer: torch.optim.Optimizer, reordered: 
 
 
 def _may_ignore_strides(optimizer: torch.optim.Optimizer) -> bool:
-    """False for those of torch that compute element by element. Kernels of other packages are not known."""
+    """False for optimizers of torch that compute element by element. Kernels of other packages are unknown."""
     is_of_torch = type(optimizer).__module__.startswith("torch.")
     return not is_of_torch or any(group.get("fused") for group in optimizer.param_groups)
 
@@ -214,8 +214,8 @@ def _may_ignore_strides(optimizer: torch.optim.Optimizer) -> bool:
 def put_back(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
     """Load ``saved``: every tensor gets the dtype, the values and the strides of the snapshot.
 
-    If the optimizer holds tensors of the same kind, they are filled in place: it then needs no memory for a second
-    state, and captures keep their plan.
+    If the optimizer holds tensors of the same kind, they are filled in place. This needs no memory for a second state,
+    and captures keep their plan.
     """
     inner = stepping(optimizer)
     places = _places(inner, saved)
@@ -240,7 +240,7 @@ def _put_exact(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], befor
     state = saved.get("state")
     groups = saved.get("param_groups")
     if not isinstance(state, dict) or not isinstance(groups, list):
-        return  # the optimizer has its own format
+        return  # the optimizer has another format
     parameters = parameters_of(optimizer)
     for number, values in state.items():
         if type(number) is int and 0 <= number < len(parameters) and parameters[number] in optimizer.state:
@@ -266,7 +266,7 @@ def _exact(loaded: Any, saved: Any) -> Any:
             return loaded
         return saved.to(loaded.device)
     if isinstance(saved, str):
-        return saved  # torch treats a text as a list, and changes it
+        return saved  # torch treats a string as a list, and changes it
     if isinstance(saved, dict) and isinstance(loaded, dict):
         for key in saved.keys() & loaded.keys():
             loaded[key] = _exact(loaded[key], saved[key])
@@ -280,7 +280,7 @@ def _exact(loaded: Any, saved: Any) -> Any:
 
 
 def _places(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> list[tuple[Any, Any, Any]] | None:
-    """Return container, key and value for each saved value; ``None`` if one of them has no place of the same kind."""
+    """Return container, key and value for each saved value; ``None`` if one has no live place of the same kind."""
     state = saved.get("state")
     groups = saved.get("param_groups")
     if _has_own_loading(optimizer) or not isinstance(state, dict) or not isinstance(groups, list):

@@ -11,13 +11,13 @@ from lazysnap.state.modules import can_be_filled, fill
 
 
 def restore_dict(live: dict[Any, Any], saved: dict[Any, Any]) -> None:
-    """Give a dict the values of a snapshot; its tensors keep their identity where shape and dtype are the same."""
+    """Load the values of a snapshot into a dict. Its tensors keep their identity if shape and dtype are the same."""
     with torch.no_grad():
         _fill(live, saved)
 
 
 def check_dict(path: str, live: dict[Any, Any], saved: Any) -> None:
-    """Check that a snapshot has a dict there, and that its values fit the live tensors that are trained.
+    """Check that a snapshot has a dict, and that its values fit the trained live tensors.
 
     Raises: StateError.
     """
@@ -50,11 +50,11 @@ def _pairs(live: Any, saved: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple
 
 
 def _fill(live: Any, saved: Any) -> Any:
-    """Return the value that belongs where ``live`` is: ``live`` itself, filled, or ``saved``."""
+    """Return the new value in place of ``live``: ``live`` itself, filled, or ``saved``."""
     if can_be_filled(live, saved):
         fill(live, saved)
         return live
-    if isinstance(live, dict) and isinstance(saved, dict):  # also an OrderedDict, which is saved as a dict
+    if isinstance(live, dict) and isinstance(saved, dict):  # also for an OrderedDict, which is saved as a dict
         values = {}
         for key, value in saved.items():
             values[key] = _fill(live.get(key), value)

@@ -1,4 +1,4 @@
-"""The files that models of Transformers and PEFT save beside their weights. Snapshots hold them for exports."""
+"""The files that models of Transformers and PEFT save with their weights. Snapshots contain them for exports."""
 
 import copy
 import json
@@ -67,7 +67,7 @@ def _adapter(module: Any) -> dict[str, Any]:
     if config.task_type is None:
         kind = type(base)
         mapping = {"base_model_class": kind.__name__.removeprefix("FSDP"), "parent_library": kind.__module__}
-    # "auto" may ask the hub for the size of the vocabulary: not from within a training.
+    # "auto" may ask the hub for the size of the vocabulary, which must not happen in a training.
     with_embeddings: Literal[False, "auto"] = False
     if os.path.isdir(config.base_model_name_or_path or ""):
         with_embeddings = "auto"

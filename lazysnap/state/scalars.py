@@ -8,7 +8,7 @@ import torch
 from lazysnap.shard.limits import MAX_STATE_DEPTH, with_stack
 
 _TAG = "__scalar__"
-"""Metrics are new tensors at every step, and would change the plan: they become plain values."""
+"""Metrics are new tensors at every step, which would change the plan, so they become plain values."""
 
 
 def pack(value: Any) -> Any:
@@ -18,7 +18,7 @@ def pack(value: Any) -> Any:
 
 def _pack(value: Any, levels: int) -> Any:
     if not levels:
-        return value  # the encoding refuses it, and names its path
+        return value  # the encoding refuses it with its path
     if isinstance(value, torch.Tensor):
         if value.dim():
             return value.detach()
@@ -30,7 +30,7 @@ def _pack(value: Any, levels: int) -> Any:
 
 
 def unpack(value: Any, device: torch.device | None = None) -> Any:
-    """Return the value that was packed; tensors are moved to ``device`` if it is given."""
+    """Unpack a value; tensors are moved to ``device`` if it is given."""
     if isinstance(value, torch.Tensor):
         if device is None:
             return value
@@ -65,7 +65,7 @@ def state_of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
 
 
 def plain_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``scaler.state_dict()`` returns. Blocks, where ``state``, of ``state_of_scaler``, is on a device."""
+    """Return the result of ``scaler.state_dict()``. Blocks if ``state``, of ``state_of_scaler``, is on a device."""
     numbers = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):

@@ -18,7 +18,7 @@ class HeldPart:
     """A plain tensor that shares its memory with the live one."""
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    """The place in the global tensor where ``local`` begins."""
+    """The offsets of ``local`` in the global tensor."""
     replicas: tuple[int, ...]
     """The ranks that hold the same part, this one included, in order; empty outside the mesh."""
 
@@ -66,7 +66,7 @@ def like(target: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def box_of(target: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offsets and shape of the part of a live tensor that this rank has to fill."""
+    """Return offsets and shape of the part of a live tensor that this rank must fill."""
     part = held_part(target, "")
     assert part is not None
     return part.offsets, tuple(part.local.shape)

@@ -1,4 +1,4 @@
-"""Values of unknown types in the state: a snapshot skips them, and a restart keeps those of the program."""
+"""Handles values of unknown types in the state: a snapshot skips them, and a restart keeps those of the program."""
 
 import dataclasses
 import enum
@@ -18,8 +18,8 @@ _NOTHING = object()
 class SkippedValues:
     """Collects the paths of the values that a snapshot skips.
 
-    ``plain_below``: top-level keys below which such a value becomes a plain one, if it has a plain form (enumerations,
-    dataclasses, subclasses of dict and list). Tools that load a checkpoint without the program read these parts.
+    ``plain_below``: top-level keys below which such a value is converted to a plain one if possible (enumerations,
+    dataclasses, subclasses of dict and list), for tools that load a checkpoint without the program.
     """
 
     def __init__(self, plain_below: Collection[str] = ()) -> None:
@@ -27,10 +27,10 @@ class SkippedValues:
         self.kinds: dict[Path, str] = {}
         """The type of each, by path."""
         self._open: set[int] = set()
-        """The ids of the containers around the value that is examined now."""
+        """The ids of the containers around the current value."""
 
     def without(self, value: Any, *path: Any) -> Any:
-        """Return ``value``, which is at ``path``, without values of types that the encoding does not know.
+        """Return ``value`` at ``path`` without values of unknown types.
 
         A dict lacks such entries; a list or tuple has ``None`` in their places. Containers without such values are
         returned unchanged. ``None``, if the type of ``value`` itself is unknown.

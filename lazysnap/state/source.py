@@ -1,4 +1,4 @@
-"""The interface between a training loop and the engine: what the training state is, and how it is loaded."""
+"""The interface between a training loop and the engine: collects and loads the training state."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,7 +28,7 @@ class StateSource:
     """
 
     clocks: tuple[str, ...] = ()
-    """Places in ``collect()``, such as ``trainer.seconds``, that hold a time: a step that is repeated differs there."""
+    """Places in ``collect()`` with times, such as ``trainer.seconds``: a repeated step differs in them."""
 
     def collect(self) -> dict[str, Any]:
         """Return the whole current state: nested dicts, lists and tuples of tensors and plain values.
@@ -54,10 +54,10 @@ class StateSource:
         raise NotImplementedError
 
     def note_boundary(self) -> None:
-        """Note the position in the data: a boundary captured nothing, and may turn out to be the last one."""
+        """Record the position in the data at a boundary that captured nothing, and may be the last one."""
 
     def end(self) -> None:
-        """Let ``collect`` return data loaders as they were at the last boundary: loops over them may have been left."""
+        """Let ``collect`` return data loaders as at the last boundary: loops over them may have ended early."""
 
     def release(self) -> None:
         """Drop all objects: the engine has ended, and its user may need their memory."""
@@ -67,7 +67,9 @@ class StateSource:
         return False
 
     def lazy_tensors(self) -> Iterable[torch.Tensor]:
-        """Return tensors, beside those of optimizers, that change only after a gate (weight averages); no buffers."""
+        """Return further tensors that change only after a gate (weight averages), besides those of optimizers; no
+        buffers.
+        """
         return ()
 
     def modules(self) -> list[torch.nn.Module]:
@@ -101,7 +103,7 @@ class StateSource:
 
     def replicated_parameters(self) -> Iterable[torch.nn.Parameter]:
         """Return parameters that are equal on all ranks (DDP). Each rank captures a share of them and of their
-        optimizer state. DTensors need not be listed. Returning nothing is always right.
+        optimizer state. DTensors need not be listed. Returning nothing is always correct.
         """
         replicated = []
         for module in self.modules():

@@ -1,7 +1,7 @@
-"""The ``state_dict()`` of modules and optimizers, in half the time where torch's own implementation makes it.
+"""Computes the ``state_dict()`` of modules and optimizers, in half the time of torch's own implementation.
 
-A boundary needs both. With thousands of small tensors that is most of its cost. If a class overrides a method, or an
-object has hooks, its own ``state_dict()`` is called.
+With thousands of small tensors they are most of the cost of a boundary. If a class overrides a method, or an object has
+hooks, its own ``state_dict()`` is called.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class _NotStock(Exception):
 
 
 def state_of_module(module: torch.nn.Module) -> Mapping[str, Any]:
-    """Return what ``module.state_dict()`` returns, except the versions of modules. Hot: once per boundary."""
+    """Return the result of ``module.state_dict()``, without the versions of modules. Hot."""
     state: dict[str, Any] = {}
     try:
         _add_module(module, "", state, set())
@@ -69,7 +69,7 @@ def _check_class(kind: type) -> None:
 
 
 def state_of_optimizer(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    """Return what ``optimizer.state_dict()`` returns. Hot: once per boundary."""
+    """Return the result of ``optimizer.state_dict()``. Hot."""
     hooks = (optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks)
     is_overridden = "state_dict" in vars(optimizer) or type(optimizer).state_dict is not _OPTIMIZER_STATE_DICT
     if is_overridden or any(hooks):
@@ -79,10 +79,10 @@ def state_of_optimizer(optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
     start = 0
     for group in optimizer.param_groups:
         ids = list(map(id, group["params"]))
-        # As torch does it: of the numbers of one parameter the last in its first group.
+        # As in torch: the last number of a parameter in its first group.
         numbers = {**dict(zip(ids, count(start), strict=False)), **numbers}
         packed = dict(group)
-        del packed["params"]  # torch has it last
+        del packed["params"]  # torch puts it last
         packed["params"] = [numbers[number] for number in ids]
         groups.append(packed)
         start += len(ids)

@@ -1,8 +1,8 @@
-"""Models and optimizers that cannot be captured: refused by name.
+"""Refuses models and optimizers that cannot be captured.
 
 Some packages shard them in their own way, so that ``state_dict()`` returns a part, or needs collectives. With local SGD
-ranks have different weights between two averagings, so that no step is common to all. A capture would be wrong, and
-only a restart would show that. None of these packages is imported here.
+ranks have different weights between two averagings. A capture would be wrong, which only a restart would show. None of
+these packages is imported here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -51,10 +51,10 @@ _INNER_ATTRIBUTES = ("_optimizer", "optimizer", "optim")
 
 
 def check_supported(objects: Mapping[str, Any]) -> None:
-    """Refuse what cannot be captured in ``objects``: modules, optimizers and others, by name. Walks all modules.
+    """Refuse unsupported objects: modules, optimizers and others, by name. Walks all modules.
 
-    Raises: StateError, if FSDP 1, DeepSpeed or a similar package shards one of them, or a module in it, or if
-    one of them is trained by local SGD.
+    Raises: StateError, if FSDP 1, DeepSpeed or a similar package shards one of them, or a module in it, or if one of
+    them is trained by local SGD.
     """
     for name, value in objects.items():
         for path, part in _parts(name, value):

@@ -1,4 +1,4 @@
-"""The walk over the training state: its tensors in a fixed order, and everything else in the safe encoding.
+"""Walks the training state: its tensors in a fixed order, and everything else in the safe encoding.
 
 ``StateWalker`` repeats the walk at every boundary. Dicts that hold only tensors (parameters), or only such dicts (the
 optimizer's state of all parameters), keep their text as long as they have the same keys.
@@ -97,7 +97,7 @@ class StateWalker:
 
 
 class _FullWalk(Encoder):
-    """Names every tensor, and notes the text of dicts of tensors."""
+    """Names every tensor, and records the text of dicts of tensors."""
 
     def __init__(self) -> None:
         super().__init__(self._name)
@@ -121,7 +121,7 @@ class _FullWalk(Encoder):
         return name
 
     def _note_tensor_dict(self, encode: Callable[[Any], Any], value: Any) -> Any:
-        """Encode a dict; note its text in ``parts`` if it holds only tensors, or only such dicts."""
+        """Encode a dict; record its text in ``parts`` if it holds only tensors, or only such dicts."""
         first = len(self.tensors)
         encoded = encode(value)
         children: Collection[Any] = value.values()
@@ -209,10 +209,10 @@ def _unique(path: Collection[Any], taken: Container[str]) -> str:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Turn garbage collection off within the context. A program that turned it off itself is not affected.
+    """Disable garbage collection within the context. A program that disabled it itself is not affected.
 
-    A walk makes some ten thousand short-lived containers and frees them at its end. Their number alone would start full
-    collections, of 160 ms each with torch imported. A boundary takes 4 ms.
+    A walk makes some ten thousand short-lived containers. Their number would trigger full collections, of 160 ms each
+    with torch imported, while a boundary takes 4 ms.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -38,7 +38,7 @@ def wrapper_prefix(module: torch.nn.Module) -> str:
 
 
 def _is_of_fabric(module: torch.nn.Module) -> bool:
-    """True if Lightning Fabric wrapped it (``fabric.setup``); no package is imported to find out."""
+    """True if Lightning Fabric wrapped it (``fabric.setup``), without importing Fabric."""
     return type(module).__name__ == "_FabricModule" and type(module).__module__.endswith("fabric.wrappers")
 
 

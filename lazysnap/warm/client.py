@@ -1,7 +1,8 @@
-"""One start of a program: a thin process in the program's place, whose warm parent forks the program itself.
+"""One start of a program: a thin process that represents the program, which the warm parent forks.
 
-The first client that needs a parent makes it. So the parent inherits from a client all that the program is to inherit:
-environment, directory, limits, masks, groups, namespaces. A client in other surroundings makes another parent.
+The first client that needs a parent starts it. So the parent inherits from a client everything that the program must
+inherit: environment, directory, limits, masks, groups, namespaces. A client with another environment starts another
+parent.
 """
 
 import contextlib
@@ -31,22 +32,22 @@ _OF_ONE_START = (
     "RANK LOCAL_RANK GROUP_RANK ROLE_RANK NODE_RANK MASTER_ADDR MASTER_PORT SLURM_PROCID SLURM_LOCALID SLURM_TASK_PID "
     f"OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_LOCAL_RANK PMI_RANK PMIX_RANK PWD OLDPWD SHLVL _ {DIRECTORY} {PYTHON}"
 )
-"""Environment variables that may differ between the starts and ranks of one parent, beside ``TORCHELASTIC_*``."""
+"""Environment variables that may differ between the starts and ranks of one parent, besides ``TORCHELASTIC_*``."""
 _INHERITED = tuple(["Umask", "Uid", "Gid", "Groups", "SigIgn", "Cap", "NoNewPrivs", "Cpus_allowed", "Mems_allowed"])
 """Lines of ``/proc/self/status`` that a program inherits."""
 _TRIES = 3
 _MOST_HANDLES = 250
 _TOGETHER_S = 0.2
-"""A signal to a process group reaches the client and its supervisor within that time."""
+"""Seconds within which a signal to a process group reaches the client and its supervisor."""
 _KEPT = "KILL STOP CHLD IO TSTP TTIN TTOU CONT SEGV BUS FPE ILL TRAP ABRT PIPE SYS XCPU XFSZ URG STKFLT"
-"""Signals that are about this process itself, or that a terminal sends to all."""
+"""Signals that concern this process itself, or that a terminal sends to all."""
 _FORWARDED = signal.valid_signals() - {getattr(signal, f"SIG{name}", 0) for name in _KEPT.split()}
 SI_KERNEL = 0x80
 """``si_code`` of a signal from a terminal, which all processes of a group get."""
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """``lazysnap worker``, and what ``PYTHON_EXEC`` names: start a program inside a launcher, and end as it does."""
+    """Run ``lazysnap worker``, also as ``PYTHON_EXEC``: start a program inside a launcher, and end as it does."""
     directory = os.environ.get(DIRECTORY, "")
     if owner_of(directory) is None:
         directory = owner_directory(os.getppid())
@@ -54,7 +55,7 @@ def main(words: Sequence[str]) -> NoReturn:
 
 
 def run(words: Sequence[str], directory: str) -> NoReturn:
-    """Start a program warm and end as it ends; where no warm parent can start it, become it.
+    """Start a program warm and end as it ends. If no warm parent can start it, become the program.
 
     ``directory``: see ``directories.owner_directory``. The calling process must have one thread, and no handlers of
     signals.
@@ -62,7 +63,7 @@ def run(words: Sequence[str], directory: str) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     command = python_command(words)
-    # From before the program exists: a signal that comes early must find it, not end this process.
+    # Before the program exists, so that an early signal reaches it instead of ending this process.
     waited = forwarded() | {signal.SIGIO}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     for _ in range(_TRIES):
@@ -126,7 +127,7 @@ def _start(command: PythonCommand, directory: str, mask: Collection[int]) -> tup
         if _is_inherited(int(name)):
             handles.append(int(name))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # The parent receives them beside each other, under numbers above all that the program is to have.
+    # The parent receives them with consecutive numbers, above all numbers of the program.
     if len(handles) > _MOST_HANDLES or (soft >= 0 and max([2, *handles]) + len(handles) + 2 >= soft):
         raise OSError("too many open files")
     launcher = os.pidfd_open(os.getppid())
@@ -155,7 +156,7 @@ def _is_inherited(number: int) -> bool:
 
 
 def _surroundings(command: PythonCommand, environ: dict[str, str], leads: bool, mask: Collection[int]) -> list[Any]:
-    """Return all that a program inherits from its parent unchanged."""
+    """Return everything that a program inherits from its parent unchanged."""
     directory = os.stat(".")
     facts: list[Any] = [command.python, command.argv, sorted(environ.items()), directory.st_dev, directory.st_ino]
     facts += [sorted(mask), leads or os.getsid(0), os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)]
@@ -171,11 +172,11 @@ def _surroundings(command: PythonCommand, environ: dict[str, str], leads: bool, 
 def _connect(
     command: PythonCommand, environ: dict[str, str], place: tuple[str, str], mask: Collection[int]
 ) -> socket.socket:
-    """Connect to the parent of these surroundings; start it, if there is none. ``place``: directory and name."""
+    """Connect to the parent for this environment; start it if there is none. ``place``: directory and name."""
     directory, name = place
     connection = socket.socket(socket.AF_UNIX)
     with locked(directory) as handle:
-        address = f"/proc/self/fd/{handle}/{name}"  # however long the path is
+        address = f"/proc/self/fd/{handle}/{name}"  # for paths of any length
         try:
             connection.connect(address)
         except (FileNotFoundError, ConnectionRefusedError):
@@ -245,7 +246,7 @@ class _Program:
         self._leads = leads
         """True if it has a session of its own; else it is in the process group of this client."""
         self._received: dict[int, float] = {}
-        """Times of the signals that another process than the launcher of this client sent."""
+        """Times of the signals of processes other than the launcher of this client."""
 
     def wait(self, waited: set[signal.Signals]) -> int | None:
         """Forward signals until the program ends. Blocks. ``waited``: blocked signals, SIGIO among them.
@@ -288,7 +289,7 @@ class _Program:
                 early = None
 
     def _next_signal(self, waited: set[signal.Signals]) -> signal.struct_siginfo | None:
-        """Return the next signal to forward; ``None`` if there is something to read first."""
+        """Return the next signal to forward; ``None`` if there is data to read first."""
         info = None
         while info is None and self._received:
             left_s = min(self._received.values()) + _TOGETHER_S - time.monotonic()
@@ -302,7 +303,7 @@ class _Program:
         return info
 
     def _send_waiting(self) -> None:
-        """Send the signals that came to this client alone: its launcher has not sent them in time."""
+        """Forward the signals that only this client received: its launcher has not sent them in time."""
         now = time.monotonic()
         for number, received_s in list(self._received.items()):
             if now - received_s >= _TOGETHER_S:

@@ -1,4 +1,5 @@
-"""The directories in which processes of this user meet: the runtime directory, and in it one per owner of warm parents.
+"""The directories in which processes of this user connect: the runtime directory, and in it one per owner of warm
+parents.
 
 The runtime directory is also that of keepers: ``keeper.runtime``. It is here because a start of a program imports
 nothing of lazysnap but this package.
@@ -14,12 +15,12 @@ from collections.abc import Iterator
 
 ENVIRONMENT = "LAZYSNAP_RUNTIME_DIR"
 _LOCK_S = 30.0
-"""The longest wait for a lock. Whoever has it starts a process meanwhile, unless it was stopped."""
+"""Maximum seconds to wait for a lock. Its owner starts a process meanwhile, unless it was stopped."""
 _PAUSE_S = 0.002
 
 
 def runtime_directory() -> str:
-    """Return the directory, which exists from then on. Raises: PermissionError, if another user could write there."""
+    """Return the directory, created if necessary. Raises: PermissionError, if another user could write there."""
     path = os.environ.get(ENVIRONMENT) or f"/tmp/lazysnap-{os.getuid()}"
     try:
         problem = _problem_of(path)
@@ -35,7 +36,7 @@ def runtime_directory() -> str:
 
 
 def _problem_of(path: str) -> str:
-    """Make the directory if it is missing. Returns: why it cannot be used, or an empty string."""
+    """Make the directory if it is missing. Returns: the reason why it cannot be used, or an empty string."""
     if not os.path.isabs(path):
         return "its path is not absolute"
     with contextlib.suppress(FileExistsError):
@@ -51,7 +52,7 @@ def _problem_of(path: str) -> str:
 
 
 def owner_directory(pid: int) -> str:
-    """Return the directory of process ``pid``. It is made, and those of dead processes are removed."""
+    """Return the directory of process ``pid``, created if necessary. Directories of dead processes are removed."""
     base = runtime_directory()
     for name in os.listdir(base):
         if name.startswith(f"{_pid_space()}.") and owner_of(name) is None:
@@ -72,7 +73,7 @@ def owner_of(directory: str) -> int | None:
 
 
 def started(pid: int) -> str | None:
-    """Return the start of a process, in ticks since that of the machine; ``None`` if there is no such process."""
+    """Return the start of a process, in ticks since the start of the machine; ``None`` if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[19].decode()

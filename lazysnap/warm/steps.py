@@ -32,7 +32,7 @@ class Steps:
         self._is_first = True
 
     def reached(self, step: int) -> None:
-        """Note that ``step`` is over. The first call also notes which modules are imported, for the next start.
+        """Record that ``step`` is over. The first call also records the imported modules, for the next start.
 
         Never raises: a training continues without its supervisor.
         """

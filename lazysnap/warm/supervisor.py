@@ -20,16 +20,18 @@ _PR_SET_PDEATHSIG = 1
 _ENDS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
 """Signals after which nothing is started again."""
 _ENDED_ON_REQUEST = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""Ends of a program that somebody asked to end: a preempted training exits with 143."""
+"""Exit codes after a request to end: a preempted training exits with 143."""
 _SAME_EXIT_S = 30.0
-"""A command that ends twice within that time in the same way, without a new step, is not started again."""
+"""Seconds within which two equal ends without a new step stop the restarts."""
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WORKER = """import sys, types
 package = sys.modules["lazysnap"] = types.ModuleType("lazysnap")
 package.__path__ = [{package!r}]
 from lazysnap.warm.client import main
 main(sys.argv[1:])"""
-"""A program in place of the interpreter of workers, without ``site`` and the rest of lazysnap: 0.05 s, not 0.3."""
+"""A replacement for the interpreter of workers, without ``site`` and the rest of lazysnap: it starts in 0.05 s, not
+0.3.
+"""
 
 
 def supervise(words: Sequence[str], max_restarts: int) -> int:
@@ -49,9 +51,9 @@ def supervise(words: Sequence[str], max_restarts: int) -> int:
 
 
 def _name_workers(command: PythonCommand, directory: str) -> None:
-    """Let torchrun start its workers through a client, unless somebody named their interpreter.
+    """Let torchrun start its workers through a client, unless their interpreter is already set.
 
-    Done before each start: a cleaner of /tmp may have deleted files that are some days old.
+    Before each start, because a cleaner of /tmp may have deleted old files.
     """
     os.makedirs(directory, 0o700, exist_ok=True)
     path = os.path.join(directory, "python")

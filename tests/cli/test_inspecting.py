@@ -161,7 +161,7 @@ def test_verify_names_the_file_of_a_newer_snapshot_whose_manifest_is_deleted(url
     assert run("verify", url) == 0
 
     out = capsys.readouterr().out
-    assert f"incomplete: step 20 is not complete: {url}/{shard} is there without its manifest" in out
+    assert f"incomplete: step 20 is not complete: {url}/{shard} has no manifest" in out
     assert "1 snapshot good, 0 problems, 1 incomplete or gone" in out
     assert [shard in text for text in run_json(capsys, "verify", url)[1]["without_manifest"]] == [True]
     code, result = run_json(capsys, "verify", url, "--step", "20")

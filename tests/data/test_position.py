@@ -157,7 +157,7 @@ def test_at_the_end_a_loop_that_was_left_stands_at_its_last_boundary_however_oft
 
 
 def test_what_cannot_begin_anew_is_refused():
-    with pytest.raises(ConfigError, match="begins anew"):
+    with pytest.raises(ConfigError, match="starts again"):
         ResumableLoader(iter([1, 2]))
     with pytest.raises(ConfigError, match="DataLoader is needed"):
         make_resumable([1, 2])
@@ -241,7 +241,7 @@ def test_a_position_that_is_captured_before_its_first_batch_is_counted_anew_once
     assert len(indices(again.train().trace, 0)) == LENGTH - 16
 
 
-@pytest.mark.parametrize(("cut", "follows"), [(2, "this epoch continues behind 2 batches"), (6, "from here on")])
+@pytest.mark.parametrize(("cut", "follows"), [(2, "this epoch continues after 2 batches"), (6, "from here on")])
 def test_a_changed_length_of_the_data_is_named(monkeypatch, caplog, cut, follows):
     run = Run(LOADERS["shuffled"], seed=1)
     run.train(cut)

@@ -106,7 +106,7 @@ def test_a_value_that_is_no_number_is_never_the_best_and_said_once(job, tmp_path
     assert judge(training, [math.nan, -math.inf, 0.5, math.nan, 0.4]) == [None, None, 3, None, 5]
 
     assert [record.message for record in caplog.records if "keep_best" in record.message] == [
-        "keep_best: val_loss is nan, which is never among the best; said once"
+        "keep_best: val_loss is nan, which is never among the best (reported once)"
     ]
     end(training)
     assert kept(tmp_path) == [(0.4, 5)]

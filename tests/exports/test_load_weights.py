@@ -202,7 +202,7 @@ def test_a_deleted_manifest_is_named(tmp_path, caplog):
     manifest.unlink()
 
     assert lazysnap.load_weights(url)["w"].tolist() == [5.0] * 30
-    assert f"{manifest.with_suffix('.safetensors')} is there without its manifest" in caplog.text
+    assert f"{manifest.with_suffix('.safetensors')} has no manifest" in caplog.text
 
 
 def test_the_weights_of_a_run_are_those_of_its_newest_snapshot_or_of_one_step_of_it(tmp_path):

@@ -122,7 +122,7 @@ def test_directories_without_a_manifest_are_the_reason(start, tmp_path):
     one(
         lines[:1],
         rf"lazysnap: starting fresh: there is no snapshot in memory or at {level}, but {count} director(y|ies) without "
-        rf"a valid manifest, which is written last; `lazysnap ls {level}` lists what is there",
+        rf"a valid manifest, which is written last; `lazysnap ls {level}` lists the contents",
     )
 
 
@@ -138,7 +138,7 @@ def test_of_two_ranks_one_that_is_missing_makes_it_incomplete(start, tmp_path):
     one(
         lines[:1],
         r"lazysnap: starting fresh: there are only incomplete snapshots in memory or at .* \(step 40\); "
-        r"`lazysnap ls .*` lists what is there",
+        r"`lazysnap ls .*` lists the contents",
     )
 
 

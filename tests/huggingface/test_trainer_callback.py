@@ -377,7 +377,7 @@ def test_training_data_from_no_data_loader_are_trained_with_one_warning_and_resu
     set_seed(1000)
     again.train(resume_from_checkpoint="latest")
     assert len(said) == 1
-    assert "a restart iterates it anew" in said[0]
+    assert "a restart iterates it again" in said[0]
     assert "use a DataLoader" in said[0]
     assert final(again) == final(whole)
 

@@ -70,7 +70,7 @@ def test_what_has_no_manifest_is_named(tmp_path, suffix):
 
     [(_, message)] = Catalogue(open_storage(str(tmp_path))).contents().without_manifest
 
-    assert f"{directory_of(3)}/{file} is there without its manifest" in message
+    assert f"{directory_of(3)}/{file} has no manifest" in message
 
 
 def test_what_went_between_listing_and_looking_is_said(storage):

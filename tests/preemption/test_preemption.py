@@ -233,7 +233,7 @@ def test_what_is_not_durable_in_time_is_named_with_the_place_where_it_is(trainin
     assert run.end() == ENDED
     [line] = [line for line in run.lines if "NOT DURABLE" in line]
     assert "in step 6; NOT DURABLE after 4 s (preemption_timeout_s): step 5 is in the memory of the keeper" in line
-    assert f"(process {trainings.keeper()}), which goes on storing it" in line
+    assert f"(process {trainings.keeper()}), which keeps storing it" in line
 
 
 def test_a_step_that_was_resumed_from_memory_is_durable_before_another_is_captured(trainings):

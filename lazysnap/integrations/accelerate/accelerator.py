@@ -16,9 +16,9 @@ from lazysnap.restore.snapshot import Snapshot
 from lazysnap.runs import check_choice, means_snapshot
 
 _INTEGRATION = "_lazysnap_integration"
-"""The attribute of an accelerator that has its integration."""
+"""The attribute of an accelerator with its integration."""
 _STOCK_KIND = "_lazysnap_stock_kind"
-"""The attribute of a class that ``_with_snapshots`` made: the class that it extends."""
+"""The attribute of a class from ``_with_snapshots`` with the class that it extends."""
 
 
 class _WithSnapshots:
@@ -29,7 +29,9 @@ class _WithSnapshots:
         project_configuration: Any
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle, or copy, as Accelerate's, and with the same snapshots; the training that runs is not part of it."""
+        """Pickle or copy as Accelerate's accelerator, with the same place for snapshots, but without the current
+        training.
+        """
         kind = type(self)
         state = {**vars(self), _INTEGRATION: self._lazysnap_integration.snapshots}
         stock_kind = vars(kind).get(_STOCK_KIND)
@@ -43,20 +45,20 @@ class _WithSnapshots:
 
     @property
     def engine(self) -> SnapshotEngine:
-        """The engine, for ``wait``, ``keep`` and the like; made when it is first used (collective then)."""
+        """The engine, for ``wait``, ``keep`` and other calls; made at the first use (then collective)."""
         return self._lazysnap_integration.opened().engine
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run that trains, the same after every restart of the run.
+        """The id of the current run, the same after every restart.
 
         ``None`` before ``load_state("latest")`` or the first boundary. Give it to ``init_trackers`` (docs/loggers.md).
-        Collective: at the first call, which makes the engine.
+        Collective at the first call, which makes the engine.
         """
         return self.engine.run_id
 
     def statistics(self) -> Statistics | None:
-        """Counters and timings so far; ``None`` before anything was captured or loaded."""
+        """Return counters and timings so far; ``None`` before anything was captured or loaded."""
         return self._lazysnap_integration.statistics()
 
     def prepare_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -72,7 +74,7 @@ class _WithSnapshots:
         return loader
 
     def prepare_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Like Accelerate's; the optimizer's steps are watched."""
+        """Like Accelerate's; steps of the optimizer are observed."""
         optimizer = super().prepare_optimizer(*args, **kwargs)  # type: ignore[misc]
         self._lazysnap_integration.boundaries.watch_optimizers(self._optimizers)  # type: ignore[attr-defined]
         return optimizer
@@ -87,8 +89,8 @@ class _WithSnapshots:
 
         With a directory, the directory names the snapshot for ``load_state``. When the snapshot is durable, a process
         puts Accelerate's files into the directory: see ``wait_for_checkpoints``. Accelerate itself writes the files,
-        while training waits, in these cases: this step was captured before; the level is busy with another snapshot;
-        within an accumulation; with FSDP2; without a level; with further arguments.
+        while training waits, in these cases: this step was already captured; the level is busy with another snapshot;
+        during accumulation; with FSDP2; without a level; with further arguments.
 
         Collective: with a directory. Raises: as ``SnapshotEngine.boundary``, and as Accelerate if it writes the files.
 
@@ -119,15 +121,15 @@ class _WithSnapshots:
         return self._lazysnap_integration.wait_for_checkpoints(timeout_s)
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> Snapshot | None:
-        """Restore a snapshot from the freshest place that has it. One line on the console names it.
+        """Restore a snapshot from memory or the fastest level that has it. One line on the console names the source.
 
         Prepared loaders continue in mid-epoch; ``skip_first_batches`` does not skip twice.
 
         Blocks. Collective. Raises: as ``SnapshotEngine.restore``, and as Accelerate if it loads its files.
 
         Args:
-            input_dir: ``"latest"``, a step or ``"run:1f3a"``; or a directory, for the snapshot that it names. If that
-                snapshot does not exist any more, Accelerate loads the files of the directory. ``None``, with
+            input_dir: ``"latest"``, a step or ``"run:1f3a"``; or a directory, for the snapshot that it names. If
+                that snapshot no longer exists, Accelerate loads the files of the directory. ``None``, with
                 ``automatic_checkpoint_naming``: the newest directory that has a snapshot or files.
             args: further arguments of Accelerate's.
             kwargs: further arguments of Accelerate's.
@@ -152,7 +154,7 @@ class _WithSnapshots:
         return integration.load_directory(directory, load_by_stock)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Like Accelerate's; a loader that was restored in mid-epoch continues, and skips nothing twice."""
+        """Like Accelerate's; a loader that was restored in mid-epoch continues without skipping twice."""
         position = self._lazysnap_integration.boundaries.position_of(dataloader)
         if position is None:
             return super().skip_first_batches(dataloader, num_batches)  # type: ignore[misc]
@@ -161,9 +163,8 @@ class _WithSnapshots:
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Like Accelerate's; if processes have different numbers of batches, nothing is captured within it.
-
-        Collective: at its end, if they have.
+        """Like Accelerate's; if processes have different numbers of batches, nothing is captured within it, and its end
+        is collective.
         """
         is_even = even_batches
         if is_even is None:
@@ -175,22 +176,22 @@ class _WithSnapshots:
             yield
 
     def rollback(self, steps: int = 1) -> None:
-        """Go back in place to the newest snapshot at least ``steps`` older than the running step.
+        """Restore, in this process, the newest snapshot at least ``steps`` older than the current step.
 
-        Call it on all ranks, after ``backward`` or the optimizer's step. The state goes back before the next batch is
+        Call it on all ranks, after ``backward`` or the optimizer's step. The state is restored before the next batch is
         fetched, and the loop continues with that batch. Micro batches of an accumulation are dropped.
 
-        Raises: ConfigError. The fetch of the next batch raises SnapshotNotFound, if there is no such snapshot, and
-            WaitTimeout.
+        Raises: ConfigError. The fetch of the next batch raises SnapshotNotFound, if there is no such snapshot, or
+        WaitTimeout.
         """
         self._lazysnap_integration.rollback(steps)
 
     def log(self, values: dict[str, Any], step: int | None = None, *args: Any, **kwargs: Any) -> None:
-        """Like Accelerate's; trackers also get figures of snapshots, under ``lazysnap/…``: see ``logged_figures``."""
+        """Like Accelerate's; trackers also get metrics of snapshots, under ``lazysnap/…``: see ``logged_figures``."""
         super().log({**values, **self._lazysnap_integration.figures()}, step, *args, **kwargs)  # type: ignore[misc]
 
     def free_memory(self, *objects: Any) -> Any:
-        """Like Accelerate's; the training ends before, as in ``end_training``."""
+        """Like Accelerate's; first ends the training as ``end_training``."""
         self._lazysnap_integration.close()
         self._lazysnap_integration.forget()
         return super().free_memory(*objects)  # type: ignore[misc]
@@ -198,22 +199,22 @@ class _WithSnapshots:
     def end_training(self) -> None:
         """Like Accelerate's; before it, the last snapshot becomes durable and its memory is freed.
 
-        Blocks: at most ``drain_timeout_s``. Collective. A program that does not call it does the same at its exit.
+        Blocks: at most ``drain_timeout_s``. Collective. Without this call the same happens at exit.
         """
         self._lazysnap_integration.close()
         super().end_training()  # type: ignore[misc]
 
 
 class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
-    """An ``accelerate.Accelerator`` with snapshots: one changed import::
+    """An ``accelerate.Accelerator`` with snapshots, after changing one import::
 
         accelerator = LazyAccelerator(project_dir="runs/a")
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         accelerator.load_state("latest")
 
     Args:
-        snapshots: a path or URL, or a ``SnapshotConfig``; default ``<project_dir>/lazysnap``, else in the logging
-            directory, else ``./lazysnap``, which one line on the console names.
+        snapshots: a path or URL, or a ``SnapshotConfig``; by default ``<project_dir>/lazysnap``, else in the
+            logging directory, else ``./lazysnap``, which a line on the console names.
 
     All other arguments are Accelerate's. Raises: ConfigError, for DeepSpeed, FSDP 1, XLA and Megatron-LM.
     """
@@ -224,9 +225,9 @@ class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
 
 
 def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
-    """Give an existing accelerator the methods of a ``LazyAccelerator``, in place, and return it. Idempotent.
+    """Add the methods of a ``LazyAccelerator`` to an existing accelerator, in place, and return it. Idempotent.
 
-    The objects that it has prepared by now are captured, too. Raises: as ``LazyAccelerator``.
+    Objects that it has already prepared are captured, too. Raises: as ``LazyAccelerator``.
     """
     if _INTEGRATION not in vars(accelerator):
         integration = _integration_of(accelerator, snapshots)
@@ -236,7 +237,7 @@ def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
 
 
 def _integration_of(accelerator: Any, snapshots: Snapshots) -> AcceleratorIntegration:
-    """Return an integration of an accelerator that has prepared objects by now. Raises: as ``LazyAccelerator``."""
+    """Return an integration for an accelerator that has already prepared objects. Raises: as ``LazyAccelerator``."""
     integration = AcceleratorIntegration(accelerator, snapshots)
     for loader in accelerator._dataloaders:
         integration.boundaries.watch_loader(loader)
@@ -245,7 +246,7 @@ def _integration_of(accelerator: Any, snapshots: Snapshots) -> AcceleratorIntegr
 
 
 def _new_attached(stock_kind: Any) -> Any:
-    """Return an accelerator for a pickle of one that was attached, without calling its constructor."""
+    """Return an accelerator for the pickle of an attached one, without calling its constructor."""
     kind: Any = _with_snapshots(stock_kind)
     return kind.__new__(kind)
 

@@ -15,8 +15,8 @@ from lazysnap.state.wrappers import stepping
 class BoundaryWatch:
     """Watches prepared optimizers and loaders, and calls ``at_boundary`` between two steps.
 
-    A loader whose iteration began after the step is one of evaluation, in the middle of the training loop's body. Its
-    fetches are no boundary while another loader is iterated that began before the step.
+    A loader whose iteration began after the step is one of evaluation, within the body of the training loop. Its
+    fetches are no boundary while the iteration of another loader, which began before the step, continues.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class BoundaryWatch:
 
         Args:
             at_boundary: called between two steps.
-            gate: called when an iteration ends, since weights may be swapped after it without an optimizer step.
+            gate: called when an iteration ends, because weights may be swapped after it without an optimizer step.
             counted_epochs: returns the program's counters of epochs, by name.
         """
         self._at_boundary = at_boundary
@@ -51,11 +51,11 @@ class BoundaryWatch:
         return self._stepped_at is not None
 
     def pass_boundary(self) -> None:
-        """End the boundary after the last optimizer step: the next one needs another step."""
+        """Mark the boundary after the last optimizer step as done: the next one needs another step."""
         self._stepped_at = None
 
     def expect_boundary(self) -> None:
-        """Let the next batch be a boundary, with or without an optimizer step."""
+        """Make the next batch a boundary, with or without an optimizer step."""
         self._stepped_at = tick()
 
     def watch_loader(self, loader: Any) -> None:

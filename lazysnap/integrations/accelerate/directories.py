@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 _NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
 _KEPT_WITHIN_S = 1.0
-"""A snapshot that memory does not keep for the level within this time may be overwritten: the level is busy."""
+"""Seconds within which memory must hold a snapshot for the level. Otherwise the level is busy, and the snapshot may be
+overwritten.
+"""
 _PAUSE_S = 0.02
 _REPORT_AFTER_S = 1.0
 
@@ -47,7 +49,7 @@ class _Save:
 
     @property
     def is_current(self) -> bool:
-        """True if the directory still names this snapshot: it was neither deleted nor saved again."""
+        """True if the directory still names this snapshot, and was neither deleted nor saved again."""
         return named_in(self.directory) == self.named
 
     @property
@@ -60,12 +62,12 @@ class Directories:
     """The directories that the program names, and the exports into them."""
 
     def __init__(self, accelerator: Any, state: AcceleratorState) -> None:
-        # The accelerator may be collected before the last exports: it is not kept.
+        # Keeps no reference to the accelerator, which may be collected before the last exports.
         self._is_main_process = accelerator.is_main_process
         self.numbering = Numbering(accelerator.project_configuration)
         self._state = state
         self._numbers = itertools.count()
-        """Numbers that make the names of snapshots unique, with the id of the start."""
+        """Numbers that, with the id of the start, make the names of snapshots unique."""
         self._saves: list[_Save] = []
         """Saves in progress: on the main rank until the export ends, on others until the snapshot is durable."""
         self._failed: set[str] = set()
@@ -76,7 +78,7 @@ class Directories:
     def begin(self, directory: str | None) -> str:
         """Make the directory of the next checkpoint, and return it. Counts ``project_configuration.iteration``.
 
-        ``directory``: the one that the program names, unless naming is automatic. Collective. Raises: OSError.
+        ``directory``: the given directory, unless naming is automatic. Collective. Raises: OSError.
         """
         chosen, number = self._by_main(functools.partial(self.numbering.make_next, directory))
         self.numbering.continue_behind(number)
@@ -102,10 +104,10 @@ class Directories:
         is_stored_later = is_kept and wait_held_or_stored(engine._run, engine.step, _KEPT_WITHIN_S)
         if not all(gather_object([is_stored_later])):
             if is_kept:
-                engine.release(name)  # else a later snapshot would get the name
+                engine.release(name)  # otherwise a later snapshot would get the name
             del names[place]
             if earlier_name is not None:
-                names[place] = earlier_name  # until stock has written the directory
+                names[place] = earlier_name  # until Accelerate has written the directory
             return False
         if earlier_name is not None:
             engine.release(earlier_name)
@@ -125,25 +127,25 @@ class Directories:
                 delete_checkpoint(superseded)
 
     def _release_deleted(self, engine: SnapshotEngine) -> None:
-        """Release the snapshots whose directories were deleted, or name no snapshot any more. Collective."""
+        """Release the snapshots whose directories were deleted, or no longer name a snapshot. Collective."""
         names = self._state.counters.names
         for place in self._by_main(self._deleted):
             engine.release(names.pop(place))
 
     def _deleted(self) -> list[str]:
-        """Return the directories that name no snapshot any more."""
+        """Return the directories that no longer name a snapshot."""
         return [place for place in self._state.counters.names if named_in(place) is None]
 
     # ---------------------------------------------------------------- exports
 
     def poll(self, engine: SnapshotEngine) -> None:
-        """Start exports of snapshots that are durable by now, and report those that ended. Does not block."""
+        """Start exports of durable snapshots, and report ended ones. Does not block."""
         for save in list(self._saves):
             if self._finish(save, engine):
                 self._saves.remove(save)
 
     def _finish(self, save: _Save, engine: SnapshotEngine) -> bool:
-        """Start the export into a directory when its snapshot is durable. True if this rank has nothing more to do."""
+        """Start the export into a directory if its snapshot is durable. True if this rank has nothing more to do."""
         if save.process is not None:
             return self._finish_export(save, save.process)
         if not save.is_current:
@@ -187,7 +189,7 @@ class Directories:
     # ---------------------------------------------------------------- waiting
 
     def wait_stored(self, engine: SnapshotEngine) -> None:
-        """Block until the level has stored all snapshots that directories name, at most ``drain_timeout_s``."""
+        """Block until the level has stored the snapshots of all directories, at most ``drain_timeout_s``."""
         engine.gate()
         self._wait(engine, engine._config.drain_timeout_s, self._all_stored)
 
@@ -223,7 +225,7 @@ class Directories:
                 say(f"save_state(directory): waiting for {self._saves[0].directory!r} to be complete")
 
     def close(self, engine: SnapshotEngine, timeout_s: float) -> None:
-        """Wait for the exports of an engine that has ended, and name those that are not made. Blocks."""
+        """Wait for the exports of a closed engine, and report failed ones. Blocks."""
         self.poll(engine)
         exporting = []
         for save in self._saves:
@@ -245,7 +247,7 @@ class Directories:
     def to_load(self, directory: str | None) -> list[tuple[str, Named | None]]:
         """Return the directories to load, the best first, and the snapshots that they name. Collective.
 
-        ``directory``: the only one; ``None``: all that Accelerate named, unless it names none.
+        ``directory``: the only candidate; ``None``: all directories that Accelerate named.
         """
         directories: list[tuple[str, Named | None]] = self._by_main(functools.partial(self._candidates, directory))
         return directories

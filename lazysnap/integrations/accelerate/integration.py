@@ -1,4 +1,4 @@
-"""The parts that an accelerator with snapshots has beside a stock one: engine, boundaries, checkpoints, the end."""
+"""The parts that snapshots add to an accelerator: engine, boundaries, checkpoints, the end."""
 
 import contextlib
 import functools
@@ -36,13 +36,14 @@ _REFUSED = {
     "XLA": "XLA cannot be captured: its tensors are evaluated lazily on another device. Use stock "
     "accelerate.Accelerator",
 }
-"""Kinds of training that cannot be captured, each with the reason and advice."""
+"""Unsupported kinds of training, with reason and advice."""
 
 
 class AcceleratorIntegration(WithEngine):
     """The snapshots of one accelerator. All calls are on the training thread.
 
-    It has a method for each call of the accelerator that concerns snapshots. A script makes these calls in any order.
+    It has a method for each call of the accelerator that concerns snapshots. A script may make these calls in any
+    order.
 
     Raises: ConfigError, for an accelerator that cannot be captured.
     """
@@ -55,45 +56,45 @@ class AcceleratorIntegration(WithEngine):
         _check(accelerator)
         self._is_main_process = accelerator.is_main_process
         self._is_place_guessed = False
-        """True if the program names no place: it is below the working directory."""
+        """True if the program names no place, so that a default below the working directory is used."""
         self._is_refused = False
-        """True if another program uses a place that was guessed."""
+        """True if another program uses the default place."""
         self._default_url: str | None = None
         """See ``_choose_place``; ``None`` before."""
         self._config: SnapshotConfig | None = None
         if snapshots is not None:
             self._config = config_at(snapshots)
         self._directory_beside: str | None = None
-        """The directory of the program that holds the default place, once it exists."""
+        """The program's directory that contains the default place, once it exists."""
         self.boundaries = BoundaryWatch(self._at_boundary, self._gate, self._counted_epochs)
         self._state = AcceleratorState(self._accelerator, self.boundaries)
         self.directories = Directories(self._accelerator, self._state)
-        """The directories that the program names."""
+        """The directories of ``save_state(directory)``."""
         self._start_report: str | None = None
-        """The line about the start that is printed when the session begins."""
+        """The line about the start, printed when the session begins."""
         self._last_step = 0
         """The step at which the last session ended."""
         self._capture_requested = False
         """True if ``save_state`` was called within an accumulation."""
         self._steps_are_uneven = False
-        """True while the processes do different numbers of steps."""
+        """True while processes do different numbers of steps."""
         self._reported: set[str] = set()
         """Messages that are logged once."""
         self._has_trained = False
         """True if an engine was made since the last ``free_memory``."""
         self._began_fresh = False
-        """True if the present training did not resume a snapshot."""
+        """True if the current training did not resume a snapshot."""
         self._follows_fresh_training = False
-        """True after ``free_memory`` ended a training that this process began: "latest" would resume that one."""
+        """True after ``free_memory`` ended a training of this process, which "latest" would resume."""
         self._error_before = _last_error_id()
-        """The identity of the error that the interpreter reported last, as of the last boundary."""
+        """The identity of the error that the interpreter had reported last at the last boundary."""
         # Called when the accelerator is collected, or at the program's exit.
         self._end = weakref.finalize(accelerator, self._finish)
 
     # ---------------------------------------------------------------- objects
 
     def opened(self) -> Session:
-        """Return the session. Its state has everything that is prepared by now.
+        """Return the session. Its state includes everything prepared so far.
 
         Collective: at the first call, which begins the session. Raises: as ``SnapshotEngine``.
         """
@@ -105,7 +106,9 @@ class AcceleratorIntegration(WithEngine):
         return self._session
 
     def _choose_place(self) -> SnapshotConfig:
-        """Return where snapshots go. Chosen at the first session: a program may set its directories until then."""
+        """Return the place of snapshots. Chosen at the first session, because a program may set its directories until
+        then.
+        """
         if self._default_url is None:
             project = self._accelerator.project_configuration
             directory = project.project_dir or project.logging_dir
@@ -132,7 +135,7 @@ class AcceleratorIntegration(WithEngine):
             engine._run.tell_start(self._start_report)
 
     def _make_directory_beside(self, config: SnapshotConfig) -> None:
-        """Make the directory of the program that holds the default place, if snapshots are stored there alone."""
+        """Make the program's directory that contains the default place, if snapshots are stored only there."""
         url = self._default_url
         if url is None or "://" in url or [level.url for level in config.levels] != [url]:
             return
@@ -142,7 +145,7 @@ class AcceleratorIntegration(WithEngine):
             self._directory_beside = directory
 
     def _warn_of_hooks(self) -> None:
-        """Name the hooks that only ``save_state(directory)`` and ``load_state(directory)`` run."""
+        """Warn about hooks that only ``save_state(directory)`` and ``load_state(directory)`` run."""
         accelerator = self._accelerator
         if not self._end.alive or not self._is_main_process:
             return
@@ -151,7 +154,7 @@ class AcceleratorIntegration(WithEngine):
         if names:
             self._report_once(
                 "snapshots do not run the hooks of register_save_state_pre_hook and register_load_state_pre_hook (%s): "
-                'what only these hooks save, such as averaged weights (EMA), begins anew after load_state("latest"). '
+                'what only these hooks save, such as averaged weights (EMA), starts again after load_state("latest"). '
                 "Register it as well, which makes it exact: accelerator.register_for_checkpointing(ema)",
                 ", ".join(names),
             )
@@ -180,7 +183,7 @@ class AcceleratorIntegration(WithEngine):
     # ---------------------------------------------------------------- boundaries
 
     def rollback(self, steps: int) -> None:
-        """Let training go back before the next batch. Raises: ConfigError."""
+        """Request a rollback before the next batch. Raises: ConfigError."""
         self.opened().request_rollback(steps)
         self.boundaries.expect_boundary()
 
@@ -206,7 +209,7 @@ class AcceleratorIntegration(WithEngine):
         self._capture(force=is_requested)
 
     def _capture(self, *, force: bool) -> bool:
-        """Capture this step, or go back as requested. True if a capture began."""
+        """Capture this step, or roll back as requested. True if a capture began."""
         if self._is_refused:
             self.boundaries.pass_boundary()
             return False
@@ -225,12 +228,12 @@ class AcceleratorIntegration(WithEngine):
         except JobBusy:
             if not self._is_place_guessed:
                 raise
-        # Two programs that name no place and run in one directory: stock lets them.
+        # Two programs that name no place may run in one directory, as with stock Accelerate.
         self._become_refused(session)
         return False
 
     def _become_refused(self, session: Session) -> None:
-        """Train without snapshots: another program uses the place that was guessed."""
+        """Train without snapshots, because another program uses the default place."""
         self._report_once(
             "NO snapshots: %s is in use by another program that runs in this directory; give each its own project_dir "
             "or snapshots=...",
@@ -254,7 +257,7 @@ class AcceleratorIntegration(WithEngine):
             directory: ``None``: the next one by automatic naming.
             stock: writes a checkpoint into a directory, as Accelerate does.
             safe_serialization: see ``Accelerator.save_state``.
-            has_more: true if there are further arguments, which stock alone knows.
+            has_more: True for further arguments, which only Accelerate handles.
         """
         place = self.directories.begin(directory)
         reason = self._reason_to_save_by_stock(has_more=has_more)
@@ -273,7 +276,7 @@ class AcceleratorIntegration(WithEngine):
         return place
 
     def _reason_to_save_by_stock(self, *, has_more: bool) -> str | None:
-        """Return why a directory cannot name a snapshot now; ``None`` if it can.
+        """Return the reason why a directory cannot name a snapshot now; ``None`` if it can.
 
         Collective, as ``opened``.
         """
@@ -297,7 +300,7 @@ class AcceleratorIntegration(WithEngine):
     def load_directory(self, directory: str | None, stock: Callable[[str | None], Any]) -> Snapshot | None:
         """Load from a directory: ``load_state(directory)``.
 
-        Returns: the snapshot that the directory names; ``None`` if stock loaded.
+        Returns: the snapshot of the directory; ``None`` if Accelerate loaded it.
         """
         chosen = directory
         for chosen, named in self.directories.to_load(directory):
@@ -319,7 +322,7 @@ class AcceleratorIntegration(WithEngine):
         return None
 
     def _load_named(self, directory: str, named: Named) -> Snapshot | None:
-        """Restore the snapshot that a directory names; ``None``, if it does not exist any more. Collective."""
+        """Restore the snapshot of a directory; ``None`` if it no longer exists. Collective."""
         if self._is_refused:
             return None
         session = self.opened()
@@ -335,7 +338,7 @@ class AcceleratorIntegration(WithEngine):
 
     @contextlib.contextmanager
     def uneven_steps(self) -> Iterator[None]:
-        """Let processes do different numbers of steps within it; nothing is captured. Collective at its end."""
+        """Allow processes to do different numbers of steps within it; nothing is captured. Collective at its end."""
         self._report_once(
             "join_uneven_inputs: processes do different numbers of steps within it, so nothing is captured there; call "
             "save_state() between two such blocks"
@@ -386,7 +389,7 @@ class AcceleratorIntegration(WithEngine):
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """End well: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
+        """Close the engine: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
         session = self._session
         if session is None:
             return
@@ -406,7 +409,7 @@ class AcceleratorIntegration(WithEngine):
         self._end_session(session, session.engine._config.drain_timeout_s)
 
     def forget(self) -> None:
-        """Forget the prepared objects: those that are prepared from now on belong to another training."""
+        """Forget the prepared objects: objects that are prepared later belong to another training."""
         self.boundaries.close()
         if self._has_trained:
             self._forget_registered()
@@ -426,7 +429,7 @@ class AcceleratorIntegration(WithEngine):
             )
 
     def abandon(self, error: BaseException | None = None) -> None:
-        """End as after a crash: memory stays for a restart. ``error``: the reason of the end."""
+        """Abandon the engine: memory stays for a restart. ``error``: the reason of the end."""
         if self._session is not None:
             self._session.engine.abandon(error)
             self._end_session(self._session, 0.0)
@@ -437,9 +440,9 @@ class AcceleratorIntegration(WithEngine):
         self._leave()
 
     def _finish(self) -> None:
-        """End a training that did not call ``end_training``: well, or by an error that nothing caught."""
+        """End a training that did not call ``end_training``: normally, or by an uncaught error."""
         error = getattr(sys, "last_value", None)
-        # A notebook keeps the last error of any cell: one from before the last boundary did not end this training.
+        # A notebook keeps the last error of any cell: an error before the last boundary did not end this training.
         if error is not None and id(error) != self._error_before:
             self.abandon(error)
             return

@@ -1,4 +1,4 @@
-"""The directories that Accelerate names: ``<project_dir>/checkpoints/checkpoint_N``, and ``total_limit`` of them."""
+"""The directories that Accelerate names, ``<project_dir>/checkpoints/checkpoint_N``, with ``total_limit``."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ _NAME = re.compile(r"checkpoint_(0|[1-9][0-9]{0,17})")
 
 
 class Numbering:
-    """The numbered directories of one project. Every method blocks for listings only."""
+    """The numbered directories of one project. Methods block only for listings."""
 
     def __init__(self, project: Any) -> None:
         """``project``: the ``ProjectConfiguration`` of the accelerator, whose ``iteration`` is the next number."""
@@ -18,13 +18,13 @@ class Numbering:
 
     @property
     def is_automatic(self) -> bool:
-        """True if Accelerate names the directories of checkpoints, and not the program."""
+        """True if Accelerate, not the program, names the directories of checkpoints."""
         return bool(self._project.automatic_checkpoint_naming)
 
     def make_next(self, directory: str | None) -> tuple[str, int]:
         """Make the directory of the next checkpoint. Return it and its number.
 
-        ``directory``: the one that the program names, unless naming is automatic. Raises: OSError.
+        ``directory``: the given directory, unless naming is automatic. Raises: OSError.
         """
         number: int = self._project.iteration
         if self.is_automatic:
@@ -37,18 +37,18 @@ class Numbering:
         return directory, number
 
     def continue_behind(self, number: int) -> None:
-        """Let the next checkpoint have the number after this one."""
+        """Set the number of the next checkpoint to the one after this."""
         self._project.iteration = number + 1
 
     def continue_behind_loaded(self, directory: str) -> None:
-        """Continue after a checkpoint that stock loaded."""
+        """Continue the numbers after a checkpoint that Accelerate loaded."""
         number = _number_of(directory)
         if self.is_automatic and number is not None:
             self.continue_behind(number)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let stock save into a directory that was chosen before: within it naming is not automatic."""
+        """Let Accelerate save into a given directory, by disabling automatic naming within the context."""
         is_automatic = self._project.automatic_checkpoint_naming
         iteration = self._project.iteration
         self._project.automatic_checkpoint_naming = False

@@ -1,4 +1,4 @@
-"""The training state of an accelerator: all that was prepared, registered, or counts."""
+"""The training state of an accelerator: prepared and registered objects, and counters."""
 
 import contextlib
 import re
@@ -16,7 +16,7 @@ from lazysnap.state.wrappers import wrapper_prefix
 _EPOCH = re.compile(
     r"((current|completed|finished|trained|num)_)?epochs?(_(completed|done|finished|trained|idx|index))?"
 )
-"""Names of counters of epochs. Not ``best_epoch``, and not the ``last_epoch`` of a schedule, which counts steps."""
+"""Names of counters of epochs. Not ``best_epoch``, nor ``last_epoch`` of a schedule, which counts steps."""
 
 
 class _Counters:
@@ -46,7 +46,7 @@ class _Counters:
 
 
 def counted_epochs(custom_objects: Sequence[Any]) -> dict[str, int]:
-    """Return the integers called ``epoch`` and the like in registered objects, by their places."""
+    """Return the integers with names such as ``epoch`` in registered objects, by place."""
     epochs: dict[str, int] = {}
     for number, custom_object in enumerate(custom_objects):
         if isinstance(custom_object, (torch.optim.lr_scheduler.LRScheduler, torch.nn.Module)):
@@ -61,7 +61,7 @@ def counted_epochs(custom_objects: Sequence[Any]) -> dict[str, int]:
 
 
 class AcceleratorState(ObjectState):
-    """The ``StateSource`` over the objects that were prepared by an accelerator or registered with it, in its order."""
+    """The ``StateSource`` over the prepared and registered objects of an accelerator, in its order."""
 
     def __init__(self, accelerator: Any, boundaries: BoundaryWatch) -> None:
         """``boundaries``: has the positions of the prepared loaders."""
@@ -69,11 +69,11 @@ class AcceleratorState(ObjectState):
         self._boundaries = boundaries
         self.counters = _Counters(accelerator)
         self._first_custom = 0
-        """The objects registered before this number belong to an earlier training: Accelerate still lists them."""
+        """Objects registered before this index belong to an earlier training, but Accelerate still lists them."""
         self._wrapped: dict[int, Any] = {}
-        """Wrappers that Accelerate does not list, by the id of the model that was prepared to one."""
+        """Wrappers that Accelerate does not list, by the id of the wrapped model."""
         self.is_uneven = False
-        """True if processes did different numbers of steps: then DDP keeps weights equal, but not optimizer state."""
+        """True if processes did different numbers of steps. DDP then keeps weights equal, but not optimizer state."""
         super().__init__({})
 
     def add_wrapper(self, model: Any, wrapper: Any) -> None:
@@ -81,12 +81,12 @@ class AcceleratorState(ObjectState):
         self._wrapped[id(model)] = wrapper
 
     def custom_objects(self) -> list[Any]:
-        """Return the objects that were registered for the present training."""
+        """Return the registered objects of the current training."""
         registered: list[Any] = self._accelerator._custom_objects
         return registered[self._first_custom :]
 
     def forget(self) -> list[Any]:
-        """Return the registered objects, and skip them from now on: another training begins, with its own objects."""
+        """Return the registered objects, and skip them from now on, because another training begins."""
         skipped = self.custom_objects()
         self._first_custom += len(skipped)
         return skipped
@@ -130,7 +130,7 @@ class AcceleratorState(ObjectState):
 
     @contextlib.contextmanager
     def as_checkpoint(self, directory: str, *, safe_serialization: bool) -> Iterator[None]:
-        """Let captures within it have the further values of a checkpoint: see ``exports.accelerate``.
+        """Add the further values of a checkpoint to captures within the context: see ``exports.accelerate``.
 
         Runs the script's save hooks, which write into ``directory``.
         """
@@ -169,7 +169,7 @@ class AcceleratorState(ObjectState):
         return facts
 
     def run_load_hooks(self, directory: str) -> None:
-        """Run the script's load hooks, as stock does: they read the files of the save hooks."""
+        """Run the script's load hooks, as Accelerate does: they read the files of the save hooks."""
         models = list(self._accelerator._models)
         for hook in self._accelerator._load_model_state_pre_hook.values():
             hook(models, directory)

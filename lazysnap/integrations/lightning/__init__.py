@@ -2,7 +2,7 @@
 
 from lazysnap.integrations.lightning.framework import callback_bases
 
-# Before any other import, so that an error names Lightning, and not one of the packages that it brings.
+# Before any other import, so that an error names Lightning, and not one of its dependencies.
 callback_bases()
 
 from lazysnap.integrations.lightning.callback import LazySnapshotCallback  # noqa: E402

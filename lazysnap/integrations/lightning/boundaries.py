@@ -1,4 +1,4 @@
-"""The step boundary of a Lightning fit: the methods of its loops that are replaced, and their replacements.
+"""The step boundary of a Lightning fit: replaced methods of its loops.
 
 The boundary of step k is just before the batches of step k + 1 are fetched: step k is complete, and the next one has
 not begun.
@@ -30,8 +30,8 @@ class FitBoundaries:
             trainer: the trainer of the fit.
             state: its state.
             gate: waits until weights may change again.
-            capture: captures the step that is complete; with ``is_last``, the last one of the fit.
-            roll_back: goes back, if the program requested it.
+            capture: captures the completed step; with ``is_last``, the last one of the fit.
+            roll_back: rolls back, if the program requested it.
         """
         self._trainer = trainer
         self._state = state
@@ -56,7 +56,7 @@ class FitBoundaries:
     # In the order of a fit
 
     def _before_loaders(self, original: Callable[[], Any]) -> None:
-        # A restart takes positions from the snapshot; Lightning drops them where loaders are set up early.
+        # A restart takes positions from the snapshot; Lightning drops them if loaders are set up early.
         if not self._state.is_resuming:
             original()
         self._state.prepare_loaders()

@@ -34,21 +34,21 @@ else:
 class LazySnapshotCallback(WithEngine, Callback):
     """Captures the training state at optimizer steps while training continues.
 
-    A fit resumes by ``ckpt_path="latest"``, or by ``ckpt_path="run:1f3a"`` for the run whose id begins so::
+    A fit resumes with ``ckpt_path="latest"``, or with ``ckpt_path="run:1f3a"`` for the run whose id begins so::
 
         snapshots = LazySnapshotCallback("runs/a", keep_best=KeepBest("val_loss"))
         trainer = L.Trainer(callbacks=[snapshots])
         trainer.fit(model, data, ckpt_path="latest")
 
     Args:
-        dirpath: a path or fsspec URL for snapshots on storage; default ``<trainer.default_root_dir>/lazysnap``.
-        every_n_steps: optimizer steps from one capture into memory to the next; default 1.
-        persist_every_n_steps: optimizer steps from one snapshot on storage to the next, in place of a time.
-        config: all other settings, in place of the three above.
+        dirpath: a path or fsspec URL for snapshots on storage; by default ``<trainer.default_root_dir>/lazysnap``.
+        every_n_steps: optimizer steps between captures into memory; by default 1.
+        persist_every_n_steps: optimizer steps between snapshots on storage, instead of a time.
+        config: all other settings, instead of the three above.
         keep_best: keeps the best snapshots by a metric of ``trainer.callback_metrics``: after each validation, or
-            after each epoch where there is none.
+            after each epoch without validation.
 
-    Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
+    Raises: ConfigError, for invalid settings, or if one of the three contradicts ``config``.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         config: SnapshotConfig | None = None,
         keep_best: KeepBest | None = None,
     ) -> None:
-        # A trainer takes callbacks of its own package only; by now the program has imported the one it uses.
+        # A trainer takes callbacks only of its own package, which the program has imported by now.
         self.__class__ = extended(type(self))
         super().__init__()
         self._arguments = Arguments(
@@ -72,10 +72,10 @@ class LazySnapshotCallback(WithEngine, Callback):
         self._session = None
         self._state: LightningState | None = None
         self._is_fit = False
-        """True in a fit that is captured; false in an evaluation."""
+        """True in a fit that is captured; False in an evaluation."""
         self._patches = Patches()
         self._failed_loggers: set[int] = set()
-        """Loggers that raised: each is named once, and gets no more figures."""
+        """Loggers that raised: each is reported once, and gets no more metrics."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_arguments": self._arguments, "_new_run_id": self._new_run_id}
@@ -116,11 +116,11 @@ class LazySnapshotCallback(WithEngine, Callback):
             ).install(self._patches)
 
     def _is_called_by(self, trainer: Any) -> bool:
-        """False in the fit of a tuner, which takes this callback out meanwhile."""
+        """False in the fit of a tuner, which removes this callback temporarily."""
         return self in trainer.callbacks
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
-        """React to preemption."""
+        """Begin to handle preemption."""
         if self._is_fit:
             _listen(trainer, self._opened_engine(trainer))
 
@@ -141,19 +141,19 @@ class LazySnapshotCallback(WithEngine, Callback):
         session.start(trainer.global_step, prepare)
 
     def rollback(self, steps: int = 1) -> None:
-        """Go back in place to the newest snapshot at least ``steps`` older than the running step.
+        """Restore, in this process, the newest snapshot at least ``steps`` older than the current step.
 
         Call it on all ranks, from ``training_step`` or ``on_train_batch_end``. The fit goes back when the batch ends,
-        with all batches of an accumulation, and continues with the next batch. Callbacks that are before this one in
-        the trainer's list see the step that is undone; checkpoint callbacks do not.
+        with all batches of an accumulation, and continues with the next batch. Callbacks before this one in the
+        trainer's list see the undone step; checkpoint callbacks do not.
 
-        Raises: ConfigError, also when no training runs. The fit raises SnapshotNotFound, if there is no such snapshot,
-            and WaitTimeout.
+        Raises: ConfigError, also outside of a training. The fit raises SnapshotNotFound, if there is no such snapshot,
+        or WaitTimeout.
         """
         self._running_session().request_rollback(steps)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Go back if the program requested it. Raises: as ``SnapshotEngine.rollback``."""
+        """Roll back if the program requested it. Raises: as ``SnapshotEngine.rollback``."""
         self._roll_back_if_requested(trainer)
 
     def _roll_back_if_requested(self, trainer: Any) -> None:
@@ -165,11 +165,11 @@ class LazySnapshotCallback(WithEngine, Callback):
         if epoch_loop._should_accumulate():
             return
         session.roll_back()
-        # The loop counts the batch that just ended once more, at the end of it.
+        # The loop counts the batch that just ended again at its end.
         epoch_loop._batches_that_stepped -= 1
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, if nothing logs the metric."""
+        """Keep the snapshot if it is among the best. Collective. Raises: ConfigError, if the metric is not logged."""
         if not trainer.sanity_checking:
             self._keep_if_best(trainer)
 
@@ -190,7 +190,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         self._session.keep_best(setting, metrics.get(setting.monitor, math.nan))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the newest capture to the keeper, for a restart."""
+        """Abandon the engine: the keeper has the newest capture for a restart."""
         try:
             if self._session is not None:
                 self._session.engine.abandon(exception)
@@ -198,7 +198,7 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._leave()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """End well: the last snapshot becomes durable, the keeper exits.
+        """Close the engine: the last snapshot becomes durable, the keeper exits.
 
         Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
         """
@@ -206,10 +206,10 @@ class LazySnapshotCallback(WithEngine, Callback):
             if self._session is not None and self._is_fit:
                 rich_display = getattr(trainer.progress_bar_callback, "progress", None)
                 if isinstance(rich_display, Progress):
-                    rich_display.stop()  # two live displays of rich disturb each other
+                    rich_display.stop()  # two live displays of rich conflict
                 self._session.close(shows_bar=trainer.is_global_zero)
             elif self.engine is not None:
-                self.engine.abandon()  # an evaluation only reads: the memory for a later fit stays
+                self.engine.abandon()  # an evaluation only reads, and keeps the memory for a later fit
         finally:
             self._leave()
 
@@ -226,7 +226,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         return self._opened(trainer).engine
 
     def _leave(self) -> None:
-        """End the training: see ``WithEngine._leave``. Put the methods and loaders of the trainer back."""
+        """End the training: see ``WithEngine._leave``. Restore the methods and loaders of the trainer."""
         if self._is_fit:  # not of an evaluation
             super()._leave()
         self._patches.undo()
@@ -262,15 +262,15 @@ class LazySnapshotCallback(WithEngine, Callback):
             except Exception as error:  # noqa: BLE001  figures are not worth a training
                 self._failed_loggers.add(id(target))
                 text = f"{type(error).__name__}: {error}"
-                logger.warning("%s takes no figures of snapshots: %s", type(target).__name__, text)
+                logger.warning("%s does not accept metrics of snapshots: %s", type(target).__name__, text)
 
 
 def _listen(trainer: Any, engine: SnapshotEngine) -> None:
-    """React to preemption, which ends the fit as Lightning would, except the exit code. Idempotent.
+    """Handle preemption, which ends the fit as Lightning would, except for the exit code. Idempotent.
 
-    Lightning's own handler of SIGTERM does a collective, which hangs if not all ranks get the signal. It also waits for
-    the end of the batch, and the program exits with code 0. The handler from before the fit is called, but the fit
-    ends all the same, as it does with Lightning's handler.
+    Lightning's own handler of SIGTERM calls a collective, which hangs if not all ranks get the signal. It also waits
+    for the end of the batch, and the program exits with code 0. The handler from before the fit is called, but the fit
+    ends anyway, as with Lightning's handler.
     """
     if engine._preemption.listens:
         return

@@ -1,5 +1,5 @@
 """State that Lightning's checkpoints omit: logged values, states of metrics, further fields of callbacks, flags and
-hidden buffers of modules.
+non-persistent buffers of modules.
 """
 
 from dataclasses import fields
@@ -17,7 +17,7 @@ from lazysnap.state.scalars import pack, unpack
 
 _CONNECTOR = ("_progress_bar_metrics", "_logged_metrics", "_callback_metrics", "_current_fx", "_first_loop_iter")
 _LIVE = _CONNECTOR[-2:]
-"""The connector's record of the hook that runs now."""
+"""The connector's record of the current hook."""
 _LAST_FILE = "_last_checkpoint_saved"
 _FIELDS = (
     _LAST_FILE,
@@ -47,9 +47,9 @@ def _metrics_of(module: torch.nn.Module) -> dict[str, Metric]:
 
 
 def restore_metrics(trainer: Any, module: torch.nn.Module, state: dict[str, Any], *, in_hook: bool = False) -> None:
-    """Put back the state that ``collect_metrics`` returned.
+    """Restore the result of ``collect_metrics``.
 
-    ``in_hook``: keep the connector's record of the hook that runs now.
+    ``in_hook``: keep the connector's record of the current hook.
     """
     device = trainer.strategy.root_device
     connector = trainer._logger_connector
@@ -97,7 +97,7 @@ def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dic
 
 
 def key_of(callback: Any) -> Any:
-    """Return the ``state_key`` of a callback; of a class, its name, since a snapshot holds no classes."""
+    """Return the ``state_key`` of a callback; for a class its name, because a snapshot contains no classes."""
     key = callback.state_key
     if isinstance(key, type):
         return f"{key.__module__}.{key.__qualname__}"
@@ -114,7 +114,7 @@ def collect_callbacks(trainer: Any) -> dict[str, Any]:
 
 
 def restore_callbacks(trainer: Any, state: dict[str, Any]) -> None:
-    """Put back the values that ``collect_callbacks`` returned."""
+    """Restore the result of ``collect_callbacks``."""
     for callback in trainer.callbacks:
         values = unpack(state.get(key_of(callback), {}), trainer.strategy.root_device)
         for name in values.keys() & set(_FIELDS):
@@ -129,14 +129,14 @@ def _is_below(path: object, directory: object) -> bool:
 
 
 class ModuleExtras:
-    """Flags of a module, and buffers that its ``state_dict`` omits, once they changed since this was made."""
+    """Flags of a module, and buffers that its ``state_dict`` omits, if they changed since this object was made."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._versions_at_start = {name: _version_of(buffer) for name, buffer in self._hidden_buffers().items()}
 
     def _hidden_buffers(self) -> dict[str, torch.Tensor]:
-        """Return the buffers that are not persistent, by their names, in the order of the names."""
+        """Return the non-persistent buffers by name, sorted."""
         buffers = {}
         for prefix, owner in self._module.named_modules():
             for leaf in owner._non_persistent_buffers_set:
@@ -149,7 +149,7 @@ class ModuleExtras:
         """Return flags as text, one character each, and the buffers that changed."""
         changed = {}
         for name, buffer in self._hidden_buffers().items():
-            # Of one that was made in inference mode torch counts no writes.
+            # torch counts no writes to a buffer that was made in inference mode.
             if buffer.is_inference() or self._versions_at_start.get(name) != _version_of(buffer):
                 changed[name] = buffer
         return {
@@ -159,7 +159,7 @@ class ModuleExtras:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Put back the state that ``collect`` returned, where the module still has the same parts."""
+        """Restore the result of ``collect``, for parts that the module still has."""
         modules = list(self._module.modules())
         parameters = list(self._module.parameters())
         if len(modules) == len(state["training"]):

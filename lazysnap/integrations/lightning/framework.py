@@ -1,7 +1,8 @@
-"""The Lightning that is in use: ``lightning.pytorch`` and ``pytorch_lightning`` have the same code in other classes.
+"""The Lightning package in use: ``lightning.pytorch`` and ``pytorch_lightning`` have the same code in different
+classes.
 
-A ``Trainer`` takes callbacks of its own package only. An import of the other package would cost seconds, so the
-callback gets its base classes from the packages that the program has imported.
+A ``Trainer`` only takes callbacks of its own package. Importing the other package takes seconds, so the callback gets
+its base classes from the packages that the program has imported.
 """
 
 import functools
@@ -14,7 +15,7 @@ from lazysnap.integrations.frameworks import is_installed, require
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _EXTENDED = "_lazysnap_extended_class"
-"""The attribute of a class that ``extended`` made: the class that it extends."""
+"""The attribute of a class from ``extended`` with the class that it extends."""
 
 
 def callback_bases() -> tuple[type, ...]:

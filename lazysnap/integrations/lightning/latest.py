@@ -1,4 +1,4 @@
-"""``ckpt_path="latest"`` and ``"run:<id>"``: a snapshot in the place of a checkpoint file."""
+"""Handles ``ckpt_path="latest"`` and ``"run:<id>"``: a snapshot instead of a checkpoint file."""
 
 import logging
 import os
@@ -24,7 +24,7 @@ _NOT_RESUMABLE = "You're resuming from a checkpoint that ended before the epoch 
 
 
 class Latest:
-    """The handling of ``"latest"``, and of a chosen run, in one run of a trainer."""
+    """Handles ``"latest"``, or a chosen run, in one run of a trainer."""
 
     def __init__(self, trainer: Any, state: LightningState, engine: Callable[[], Any]) -> None:
         self._trainer = trainer
@@ -57,7 +57,7 @@ class Latest:
         requeued = None
         if self._trainer.state.fn == "fit":
             snapshot = engine._fetch(path)
-            # As with a file: a run or a step that was named is meant, even if a requeue saved something newer.
+            # As with a file, a given run or step is used, even if a requeue saved something newer.
             if path == LATEST:
                 requeued = self._requeued(snapshot)
         else:
@@ -112,11 +112,11 @@ class Latest:
             original()
 
     def _convert_module(self) -> None:
-        """Give the module the dtypes that it has in training (``precision="bf16-true"``, ``"64-true"``), as Lightning
-        does in ``Strategy.setup``.
+        """Convert the module to its dtypes in training (``precision="bf16-true"``, ``"64-true"``), as Lightning does in
+        ``Strategy.setup``.
 
         Most strategies restore before that. A module in other dtypes would not match its own snapshot, and would lose
-        digits of float64.
+        precision of float64.
         """
         strategy = self._trainer.strategy
         # Averages were copied from the current module, and stay in these dtypes.

@@ -1,7 +1,7 @@
 """Positions of the training data loaders: each has its own, under Lightning's ``CombinedLoader``.
 
-Fetchers of loaders without a length hold one batch that was not trained. Validation loaders have no position, but those
-that keep their workers draw a seed at their first iteration alone, which a restart must not draw again.
+Fetchers of loaders without a length hold one untrained batch. Validation loaders have no position, but with persistent
+workers they draw a seed only at their first iteration, which a restart must not draw again.
 """
 
 import logging
@@ -28,10 +28,10 @@ class LoaderPositions:
         self._combined_class: type = object
         self._recorded: list[Recorded] = []
         self._pending: dict[str, Any] | None = None
-        """The state that was loaded, until the next iteration begins."""
+        """The loaded state, until the next iteration begins."""
 
     def watch(self, combined: Any) -> None:
-        """Iterate the loaders of ``combined`` by their positions from now on. Cheap if they are watched already."""
+        """Track the positions of the loaders of ``combined`` from now on. Cheap if they are tracked already."""
         loaders = list(combined.flattened)
         if combined is self._combined and all(map(operator.is_, loaders, self.loaders)):
             return
@@ -49,7 +49,7 @@ class LoaderPositions:
         combined.__class__ = type(self._combined_class.__name__, (self._combined_class,), members)
 
     def forget(self) -> None:
-        """Leave the loaders as they were."""
+        """Restore the loaders."""
         if self._combined is not None:
             self._combined.__class__ = self._combined_class
         release_streams(self.loaders)
@@ -73,12 +73,12 @@ class LoaderPositions:
 
     @property
     def are_recounted(self) -> bool:
-        """True if a loader has batches of another size, or of other ranks, than when its position was recorded."""
+        """True if the batch size or the number of ranks differs from that at the recording of a position."""
         return any(recorded.position.is_recounted for recorded in self._recorded)
 
     @property
     def passed(self) -> int:
-        """Batches after which the longest loader continues, after ``load_state_dict``."""
+        """Number of batches before the position of the longest loader, after ``load_state_dict``."""
         num_batches = 0
         for recorded in self._recorded:
             position = recorded.position
@@ -102,7 +102,7 @@ class LoaderPositions:
 
 
 def _resume_mode(iterator: Any, state: dict[str, Any]) -> None:
-    """Put back which of several loaders had been at their end."""
+    """Restore which of several loaders were at their end."""
     if hasattr(iterator, "_consumed"):
         iterator._consumed = state["consumed"] or iterator._consumed
         return
@@ -112,7 +112,7 @@ def _resume_mode(iterator: Any, state: dict[str, Any]) -> None:
 
 
 def running_workers(loaders: Sequence[Any]) -> list[bool]:
-    """Return which loaders have workers that the next iteration will use again."""
+    """Return which loaders have workers that the next iteration will reuse."""
     return [_keeps_workers(loader) and loader._iterator is not None for loader in loaders]
 
 

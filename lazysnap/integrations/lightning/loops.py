@@ -7,7 +7,7 @@ from lazysnap.shard.manifest import EXTRAS
 
 
 def recount(fit_loop: Any, state: dict[str, Any], passed: int) -> None:
-    """Count the batches of the present epoch as the new ranks do. Those of epochs before stay as they were.
+    """Convert the batch count of the current epoch to the new ranks. Counts of earlier epochs stay the same.
 
     Args:
         fit_loop: the loop whose counter is set.
@@ -37,9 +37,9 @@ def collect_loops(trainer: Any) -> dict[str, Any]:
 
 
 def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
-    """Return why a collected state leaves nothing to train; empty, if it leaves something.
+    """Return the reason why nothing is left to train after a collected state; empty if something is left.
 
-    The limits are those of the trainer now.
+    The limits are those of the current trainer.
     """
     fit_loop = trainer.fit_loop
     step = state["global_step"]
@@ -76,7 +76,7 @@ def ended_within_epoch(trainer: Any) -> bool:
 
 
 def restore_loops(trainer: Any, fit_loop_state: dict[str, Any], extra: dict[str, Any]) -> None:
-    """Put counters back, and drop Lightning's flags of a restart: this fit continues exactly."""
+    """Restore counters, and drop Lightning's flags of a restart, because this fit continues exactly."""
     fit_loop = trainer.fit_loop
     reload_epoch = fit_loop._last_train_dl_reload_epoch
     fit_loop.load_state_dict(fit_loop_state)

@@ -1,9 +1,4 @@
-"""Rollback inside a running fit: the parts of the state that continue, and are not restored.
-
-Model, optimizers, schedules that count steps, scaler, random numbers, metrics, callbacks and the counter of steps go
-back. The data and its counters continue: loaders and their generators, batches, epochs, schedules that count epochs,
-and callbacks that measure time. The batches between are skipped.
-"""
+"""Rollback in a running fit: restores everything except the data."""
 
 from typing import Any
 
@@ -14,7 +9,7 @@ from lazysnap.integrations.lightning.loops import collect_loops
 from lazysnap.shard.manifest import EXTRAS
 
 _TIMERS = ("Timer",)
-"""Callbacks whose state is a time, which continues."""
+"""Callbacks whose state is a time, which is not restored."""
 _OF_STEPS = (
     "epoch_loop.automatic_optimization.optim_progress",
     "epoch_loop.manual_optimization.optim_step_progress",
@@ -77,7 +72,7 @@ def _schedules(trainer: Any, saved: list[Any]) -> tuple[list[Any], set[int]]:
 
 
 def _with_present_settings(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state with the settings that the optimizer has now, such as its learning rates."""
+    """Return a saved state with the current settings of the optimizer, such as its learning rates."""
     groups = []
     for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=True):
         groups.append({**saved_group, **group, "params": saved_group["params"]})

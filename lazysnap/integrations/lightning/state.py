@@ -1,8 +1,8 @@
 """The whole state of a Lightning fit at a step boundary, and a restart that continues exactly from it.
 
-The boundary is just before the next batch is fetched. By then step k is complete: learning rates, averaged weights,
+The boundary is just before the next batch is fetched. Step k is then complete: learning rates, averaged weights,
 ModelCheckpoint, validation, counters, loggers; step k+1 has not begun. Lightning restores the part that its own
-checkpoint has. The rest is restored when the restarted fit reaches the same boundary; so are the counters, which
+checkpoint has. The rest is restored when the restarted fit reaches the same boundary, and so are the counters, which
 Lightning changes for its own kind of restart.
 
 Not in a snapshot: attributes of modules and callbacks that no ``state_dict`` or ``on_save_checkpoint`` gives; the
@@ -45,12 +45,12 @@ logger = logging.getLogger(__name__)
 _LIGHTNING_KEYS = frozenset(
     ("epoch", "global_step", "pytorch-lightning_version", "state_dict", "loops", "optimizer_states", "lr_schedulers")
 )
-"""Keys that Lightning itself writes into a checkpoint; all others are of the program, or of its callbacks."""
+"""Keys that Lightning itself writes into a checkpoint; all others belong to the program or its callbacks."""
 _MAX_PATHS = 8
-"""The most paths in one warning."""
+"""Maximum paths in one warning."""
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _LEFT_OUT = "left_out"
-"""Below ``EXTRAS``: paths of the program's values that the snapshot does not hold."""
+"""The key below ``EXTRAS`` for paths of the program's values that the snapshot skips."""
 
 
 class _Ours(dict[str, Any]):
@@ -60,7 +60,7 @@ class _Ours(dict[str, Any]):
 class LightningState(StateSource):
     """The ``StateSource`` of one fit (or of one evaluation, for ``expected`` only).
 
-    It has many methods: those of the interface, and the moments of a fit at which parts of the state are restored.
+    It has many methods: the interface, and one for each point of a fit at which parts of the state are restored.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -73,7 +73,7 @@ class LightningState(StateSource):
         """The part of a restored state that waits for its step boundary."""
         self._loads_checked = False
         self._is_finished = False
-        """True if the restored fit has nothing left to train."""
+        """True if the restored fit is finished."""
         self._reported_paths: set[Path] = set()
         """Paths that a warning has named."""
 
@@ -129,7 +129,7 @@ class LightningState(StateSource):
     def _leave_out(self, state: dict[str, Any]) -> list[list[Any]]:
         """Remove values of unknown types that the program added to ``state``, and return their paths.
 
-        A warning names each path once. Hyperparameters become plain values where they can.
+        A warning names each path once. Hyperparameters become plain values if possible.
         """
         plugin = type(self._trainer.precision_plugin).__qualname__
         program_names = [name for name in state if name not in _LIGHTNING_KEYS and name != plugin]
@@ -153,7 +153,7 @@ class LightningState(StateSource):
         return [list(path) for path in left_out.kinds]
 
     def _with_live_values(self, checkpoint: dict[str, Any], paths: list[list[Any]]) -> dict[str, Any]:
-        """Return ``checkpoint`` with the present values of the program at ``paths``, which are not in the snapshot."""
+        """Return ``checkpoint`` with the program's current values at ``paths``, which are not in the snapshot."""
         live: dict[str, Any] = {}
         reason = "its hooks give no value there now"
         try:
@@ -172,7 +172,7 @@ class LightningState(StateSource):
         return checkpoint
 
     def named(self) -> Mapping[str, Any]:
-        """See ``StateSource.named``: the model as its strategy wrapped it, not averages of it; its optimizers."""
+        """See ``StateSource.named``: the model as wrapped by its strategy, without averages; its optimizers."""
         strategy = self._trainer.strategy
         objects = {"state_dict": strategy.model}
         for number, optimizer in enumerate(strategy.optimizers):
@@ -201,7 +201,7 @@ class LightningState(StateSource):
         """See ``StateSource.load``.
 
         At a restart, after ``accept``: load the parts that the connector did not restore yet, except those that wait
-        for ``finish_resume``. In a rollback, at the end of a batch: load everything but the data.
+        for ``finish_resume``. In a rollback, at the end of a batch: load everything except the data.
 
         Calls the ``on_load_checkpoint`` hooks of the program. Raises: as these and ``load_state_dict``.
         """
@@ -222,7 +222,7 @@ class LightningState(StateSource):
         self._streams.restore(late_part["streams"])
 
     def _give_to_connector(self, state: dict[str, Any]) -> None:
-        """Give the connector its part of a collected state."""
+        """Return the connector's part of a collected state."""
         checkpoint = dict(state)
         extra = checkpoint.pop(EXTRAS)
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
@@ -244,7 +244,7 @@ class LightningState(StateSource):
         return isinstance(self._connector._loaded_checkpoint, _Ours)
 
     def load_model(self, original: Callable[..., None], checkpoint: Any, *, strict: bool = True) -> None:
-        """Replace the strategy's method: a sharded one would expect that its own files were read before."""
+        """Replace the strategy's method: a sharded strategy would expect to have read its own files."""
         if not self.is_loading:
             original(checkpoint, strict=strict)
             return
@@ -288,7 +288,7 @@ class LightningState(StateSource):
             self._become_finished(reason)
 
     def _become_finished(self, reason: str) -> None:
-        """Train nothing: the restored fit had ended."""
+        """Train nothing, because the restored fit had ended."""
         self._trainer.should_stop = True  # Lightning checks it before the first epoch
         self._is_finished = True
         logger.warning(
@@ -317,7 +317,7 @@ class LightningState(StateSource):
         return f"epoch {epoch}, batch {batch}"
 
     def watch_loaders(self) -> None:
-        """Find the random generators that the data loaders own. Cheap; to be called whenever loaders may be new."""
+        """Find the random generators of the data loaders. Cheap; call it whenever loaders may be new."""
         combined = self._trainer.fit_loop._combined_loader
         if combined is not None:
             self.loaders.watch(combined)
@@ -345,14 +345,14 @@ class LightningState(StateSource):
         return self._resumed is not None and self._resumed["position"] is not None
 
     def finish_resume(self) -> None:
-        """Put back the state that Lightning does not restore, or would change; last of all the random generators."""
+        """Restore the state that Lightning does not restore, or would change; the random generators last."""
         assert self._resumed is not None
         self.watch_loaders()
         resumed = self._resumed
         self._resumed = None
         self._put_back(resumed)
         self._start_validation_workers(resumed["validation_workers"])
-        if not self._is_resized(resumed):  # else each rank has new random numbers since the restart
+        if not self._is_resized(resumed):  # otherwise each rank has new random numbers since the restart
             self._streams.restore(resumed["streams"])
 
     def _put_back(self, resumed: dict[str, Any], *, in_hook: bool = False) -> None:
@@ -394,7 +394,7 @@ class LightningState(StateSource):
                 yield callback
 
     def start(self) -> None:
-        """Begin the fit: buffers count as changed from here on."""
+        """Begin the fit: from here on changes of buffers are detected."""
         modules = {"": self._trainer.lightning_module, **self.averages()}
         self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
 
@@ -405,5 +405,5 @@ def _late_part(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(callbacks: Mapping[Any, Any], names: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the states of callbacks by other names; those without another name keep theirs."""
+    """Return the states of callbacks with keys replaced by ``names``, if present."""
     return {names.get(name, name): state for name, state in callbacks.items()}

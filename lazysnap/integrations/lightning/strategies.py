@@ -1,4 +1,4 @@
-"""Strategies of several processes: checks that one can be captured, and the state that this rank alone holds.
+"""Strategies with several processes: checks for unsupported ones, and the local state of a rank.
 
 DDP (also spawned or forked) keeps the whole model on every rank. ModelParallelStrategy (FSDP2, tensor parallelism)
 shards it, and its own methods gather the shards by collectives. A snapshot needs no collective.
@@ -22,11 +22,11 @@ _REFUSED = {
     "FSDPStrategy": "use ModelParallelStrategy (FSDP2), which took its place",
     "XLAStrategy": "XLA devices are not supported",
 }
-"""Strategies that cannot be captured, each with advice."""
+"""Unsupported strategies, with advice."""
 
 
 def check_strategy(trainer: Any) -> None:
-    """Raises: ConfigError, where a strategy keeps its state in a way that would be captured wrongly."""
+    """Refuse strategies whose state would be captured wrongly. Raises: ConfigError."""
     if getattr(trainer.strategy, "_model_averaging_period", None) is not None:
         raise ConfigError(
             f"LazySnapshotCallback: {type(trainer.strategy).__name__}(model_averaging_period=...) is not supported: "
@@ -52,7 +52,9 @@ def check_strategy(trainer: Any) -> None:
 
 
 def check_parts(trainer: Any) -> None:
-    """Raises: ConfigError, for a module or an optimizer that shards its state itself, or fetches its own batches."""
+    """Refuse modules and optimizers that shard their state themselves, or fetch their own batches. Raises:
+    ConfigError.
+    """
     fetcher = trainer.fit_loop._data_fetcher
     if isinstance(fetcher, neighbour(fetcher, "_DataLoaderIterDataFetcher")):
         raise ConfigError(
@@ -74,9 +76,9 @@ def _kinds(strategy: Any) -> set[str]:
 
 @contextlib.contextmanager
 def state_of_rank(trainer: Any) -> Iterator[None]:
-    """Within it, the strategy returns the state that this rank holds: views, without a collective.
+    """Make the strategy return the local state of this rank within the context: views, without a collective.
 
-    The fit loop omits the states of data loaders, and a ``GradScaler`` is not waited for.
+    The fit loop omits the states of data loaders, and nothing waits for a ``GradScaler``.
     """
     strategy = trainer.strategy
     plugin = trainer.precision_plugin

@@ -1,9 +1,9 @@
 """``LazyTrainerCallback``: a snapshot of a ``Trainer`` at every optimizer step, and exact restarts.
 
 Methods of that one trainer are replaced while it trains, and restored. The boundary is just before the batches of the
-next optimizer step are fetched (``get_batch_samples``). By then step k is complete: schedule, callbacks, logs,
-evaluation, stock checkpoints, the end of an epoch. Step k+1 has not begun. At an epoch's start ``on_epoch_begin`` has
-run; a restart in mid-epoch runs it again, as stock does.
+next optimizer step are fetched (``get_batch_samples``). Step k is then complete: schedule, callbacks, logs, evaluation,
+stock checkpoints, the end of an epoch. Step k+1 has not begun. At an epoch's start ``on_epoch_begin`` has run; a
+restart in mid-epoch runs it again, as stock does.
 """
 
 import logging
@@ -47,22 +47,22 @@ _INSTEAD = "make the Trainer first, then call lazysnap.attach(trainer), or attac
 class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     """Captures the training state at optimizer steps while training continues.
 
-    A training resumes by ``resume_from_checkpoint="latest"``, or by ``"run:1f3a"`` for the run whose id begins so.
-    ``attach`` gives the callback to a ``Trainer``. It is no argument of the constructor: a callback gets no reference
-    to its trainer before training begins, which is too late for ``"latest"``::
+    A training resumes with ``resume_from_checkpoint="latest"``, or with ``"run:1f3a"`` for the run whose id begins so.
+    Use ``attach`` to add the callback to a ``Trainer``, not the argument of its constructor: a callback gets no
+    reference to its trainer before training begins, which is too late for ``"latest"``::
 
         snapshots = LazyTrainerCallback("runs/a", keep_best=KeepBest("eval_loss"))
         snapshots.attach(trainer)
         trainer.train(resume_from_checkpoint="latest")
 
     Args:
-        dirpath: a path or fsspec URL for snapshots on storage; default ``<args.output_dir>/_lazysnap``.
-        every_n_steps: optimizer steps from one capture into memory to the next; default 1.
-        persist_every_n_steps: optimizer steps from one snapshot on storage to the next, in place of a time.
-        config: all other settings, in place of the three above.
+        dirpath: a path or fsspec URL for snapshots on storage; by default ``<args.output_dir>/_lazysnap``.
+        every_n_steps: optimizer steps between captures into memory; by default 1.
+        persist_every_n_steps: optimizer steps between snapshots on storage, instead of a time.
+        config: all other settings, instead of the three above.
         keep_best: keeps the best snapshots by a metric of the evaluations, with or without ``eval_``.
 
-    Raises: ConfigError, for settings that cannot work, or one of the three that contradicts ``config``.
+    Raises: ConfigError, for invalid settings, or if one of the three contradicts ``config``.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         self._patches = Patches()
 
     def attach(self, trainer: Any) -> None:
-        """Let ``trainer.train`` take snapshots and understand ``"latest"``. Replaces methods of this one object.
+        """Add snapshots and ``"latest"`` to ``trainer.train``, by replacing methods of this object.
 
-        Raises: ConfigError, for a trainer whose loop is not known, or that has such a callback already, or if this one
-        belongs to another trainer.
+        Raises: ConfigError, for a trainer with an unknown loop or with such a callback, or if this one belongs to
+        another trainer.
         """
         if self._trainer not in (None, trainer):
             raise ConfigError("LazyTrainerCallback: it belongs to another Trainer already; make one for each")
@@ -131,7 +131,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     # ---------------------------------------------------------------- hooks
 
     def on_init_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Raises: ConfigError: the constructor of a trainer does not give the trainer to its callbacks."""
+        """Refuse the use as a constructor argument, which gives the callback no trainer. Raises: ConfigError."""
         raise ConfigError(f"LazyTrainerCallback is no argument of the constructor of a Trainer: {_INSTEAD}")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -140,7 +140,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
             raise ConfigError(f"LazyTrainerCallback was added by add_callback: {_INSTEAD}")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        """Keep the snapshot, if it is among the best. Collective. Raises: ConfigError, for an unknown metric."""
+        """Keep the snapshot if it is among the best. Collective. Raises: ConfigError, for an unknown metric."""
         setting = self._arguments.keep_best
         if setting is None or self._session is None:
             return
@@ -151,7 +151,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         if name in values:
             self._session.keep_best(setting, values[name])
         elif "eval_runtime" in values and not isinstance(self._trainer.eval_dataset, dict):
-            # Neither an evaluation by the program itself, nor one of several datasets, each of which has its metrics.
+            # Not for an evaluation by the program itself, or of one of several datasets with separate metrics.
             raise ConfigError(
                 f"LazyTrainerCallback.keep_best: no evaluation gives {setting.monitor!r}; there are {sorted(values)}"
             )
@@ -191,7 +191,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         for name in _HOOKS:
             self._patches.replace(trainer, name, getattr(self, f"_{name.removeprefix('_')}"))
-        for name in ("evaluate", "predict"):  # they may swap averages of the weights in
+        for name in ("evaluate", "predict"):  # they may swap in averaged weights
             self._patches.replace(trainer, name, self._gated)
         for item in trainer.callback_handler.callbacks:
             if not isinstance(item, (PrinterCallback, ProgressCallback)):  # lines on the console stay as they were
@@ -264,7 +264,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
         return result
 
     def _skip_first_batches(self, original: Callable[..., Any], loader: Any, num_batches: int = 0) -> Any:
-        """Skip nothing in a restored loader: its next iteration continues after these batches."""
+        """Skip nothing in a restored loader, whose next iteration continues after these batches."""
         if self._state.is_resuming and loader is self._loader:
             return loader
         return original(loader, num_batches)
@@ -301,7 +301,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     def _on_log(
         self, original: Callable[..., Any], args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
     ) -> Any:
-        """Give figures to a logger. The program's own dictionary, which may be its result, stays as it was."""
+        """Add metrics to a log, without changing the program's own dictionary."""
         values: dict[str, float] = {}
         if logs:
             values = self.figures()
@@ -319,7 +319,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
             return
         session.capture(is_last=is_last)
         if any(callable(getattr(optimizer, "train", None)) for optimizer in self._state.optimizers()):
-            session.engine.gate()  # schedule-free ones exchange the weights before the next step, after an evaluation
+            session.engine.gate()  # schedule-free optimizers swap the weights before the next step, after an evaluation
 
 
 def attach_trainer(
@@ -334,7 +334,7 @@ def attach_trainer(
         snapshots: settings, or a path or URL for snapshots on storage; default ``<args.output_dir>/_lazysnap``.
         keep_best: keeps the best snapshots by a metric of the evaluations.
 
-    Raises: ConfigError, for settings that cannot work, or if the trainer has such a callback with other settings.
+    Raises: ConfigError, for invalid settings, or if the trainer has such a callback with other settings.
     """
     for item in _callbacks_of(trainer):
         if isinstance(item, LazyTrainerCallback) and snapshots is None and keep_best is None:

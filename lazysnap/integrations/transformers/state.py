@@ -3,8 +3,8 @@
 For a subclass of ``Trainer`` (as in TRL) the state also has attributes that are numbers, or dicts and lists of numbers,
 and that changed since training began: counters, and metrics until the next log.
 
-Not in a snapshot: attributes of callbacks that are no ``ExportableState``; averages of the weights that a callback
-keeps for itself; other attributes of subclasses.
+Not in a snapshot: attributes of callbacks that are no ``ExportableState``; averages of the weights in a callback; other
+attributes of subclasses.
 """
 
 import json
@@ -40,11 +40,11 @@ _STATE = (
 _COUNTERS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 """Attributes of ``Trainer`` that training changes."""
 _OF_A_SESSION = {*_COUNTERS, "_initial_num_input_tokens_seen", "current_gradient_accumulation_steps"}
-"""Numbers of ``Trainer`` itself that a restart does not need, or that are restored by name."""
+"""Numbers of ``Trainer`` itself that a restart does not need, or that are restored separately."""
 _MAX_NUMBERS = 1000
-"""The most numbers in an attribute that is captured."""
+"""Maximum numbers in a captured attribute."""
 _COMPLETIONS = "_buffered_inputs"
-"""Attribute of TRL's GRPO and RLOO trainers: batches of completions that several steps train."""
+"""Attribute of TRL's GRPO and RLOO trainers: batches of completions for several steps."""
 
 
 class TrainingState(ObjectState):
@@ -63,7 +63,7 @@ class TrainingState(ObjectState):
         self.position_text = ""
         """The position of the restored state in the data, in words."""
         self.end_reason = ""
-        """Text: why the restored state leaves nothing to train; empty, if it leaves something."""
+        """The reason why nothing is left to train after the restored state; empty if something is left."""
         self._history = History()
         self._is_at_epoch_end = False
         self._completions_reported = False
@@ -84,8 +84,8 @@ class TrainingState(ObjectState):
     def prepare(self) -> None:
         """Add model, optimizer and scheduler as training uses them."""
         trainer = self._trainer
-        # With several ranks the wrapper shows which parameters they keep equal. DataParallel shows nothing, and
-        # would change the names.
+        # With several ranks the wrapper shows which parameters are equal. DataParallel does not, and would change the
+        # names.
         if not isinstance(trainer.model_wrapped, torch.nn.DataParallel):
             self._objects["model"] = trainer.model_wrapped
         self._objects |= {"optimizer": trainer.optimizer, "scheduler": trainer.lr_scheduler, "data": self.position}
@@ -143,7 +143,7 @@ class TrainingState(ObjectState):
             self._completions_reported = True
             logger.warning(
                 "%s.%s holds values of types that no snapshot can hold: after a restart between two generations the "
-                "completions are generated anew, so the restart is not exact; lazysnap.register_type(...) adds a type",
+                "completions are generated again, so the restart is not exact; lazysnap.register_type(...) adds a type",
                 type(self._trainer).__qualname__,
                 _COMPLETIONS,
             )
@@ -194,7 +194,7 @@ class TrainingState(ObjectState):
         epoch = self._resumed["trainer"]["epoch"]
         num_batches = self._resumed["trainer"]["given"]
         if num_batches is not None and self.position is not None:
-            num_batches = self.position.given_in(self._resumed["data"])  # batches as this program makes them
+            num_batches = self.position.given_in(self._resumed["data"])  # in batches of this program
         num_steps = steps_in_epoch
         if num_batches is not None:
             # The last step of an epoch may have fewer batches.
@@ -215,7 +215,7 @@ class TrainingState(ObjectState):
             if arguments.max_steps > 0:
                 setting = f"max_steps={limit}"
             return f"this training had ended ({setting}, at step {step})"
-        # Any other stop (a signal, a limit of time) is an interruption: if its reason still holds, it stops again.
+        # Any other stop (a signal, a time limit) is an interruption: if its reason remains, it stops again.
         matched, _ = self._matched(parts["callbacks"])
         if any(_has_run_out(exported) for _, exported in matched):
             return (
@@ -225,7 +225,7 @@ class TrainingState(ObjectState):
         return ""
 
     def _matched(self, exported: list[list[Any]]) -> tuple[list[tuple[Any, dict[str, Any]]], list[str]]:
-        """Return the program's callbacks with their states in the snapshot, and the names of those it does not have."""
+        """Return the program's callbacks with their states in the snapshot, and the names of missing callbacks."""
         matched = []
         unmatched = list(exported)
         for callback in self._exportable():
@@ -238,7 +238,7 @@ class TrainingState(ObjectState):
         return matched, [name for name, _ in unmatched]
 
     def finish_resume(self) -> None:
-        """Restore the values that the ``Trainer`` and callbacks set when training begins; last random generators."""
+        """Restore the values that the ``Trainer`` and callbacks set when training begins; random generators last."""
         resumed = self._resumed
         self._resumed = None
         assert resumed is not None

@@ -38,7 +38,7 @@ _IMPORT_S = 300
 """Seconds that the import of one module may take: clients wait meanwhile."""
 _POLL_S = 0.5
 _STORE_S = 0.5
-"""The longest time that a rank waits for the store of rank 0. PyTorch looks for it again after 0.25 to 0.75 s only."""
+"""Maximum seconds that a rank waits for the store of rank 0. PyTorch itself retries only after 0.25 to 0.75 s."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -277,7 +277,7 @@ class _Parent:
         return True
 
     def _become(self, request: dict[str, Any], handles: list[int]) -> None:
-        """Take from the request all that a fork does not inherit from the client."""
+        """Apply everything from the request that a fork does not inherit from the client."""
         for start in self.starts:
             start.close()
         self.listener.close()
@@ -357,7 +357,7 @@ def record() -> None:
 
 
 def _is_installed(name: str, module: ModuleType) -> bool:
-    """True for the standard library and packages, not for the user's own files, which may change."""
+    """True for the standard library and packages, but not for the user's own files, which may change."""
     try:
         spec = module.__spec__
         if spec is None or spec.name != name:
