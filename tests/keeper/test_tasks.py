@@ -783,7 +783,7 @@ def test_a_name_that_can_never_be_given_is_refused_and_the_others_are_given(rig,
 
     assert isinstance(ended, NamesSet)
     assert [refusal.name for refusal in ended.refused] == ["mine", "latest"]
-    assert "take another name" in ended.refused[0].text
+    assert "use another name" in ended.refused[0].text
     assert {refusal.url for refusal in ended.refused} == {level.settings.levels[0].url}
     assert level.list().names == (NamedStep("other", key_of(1)),)
     assert (level.path(1) / "keep-mine").read_text() == "not ours"
