@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from benchmarks.raw import warm_s
 from benchmarks.report import Report
 from benchmarks.workers import HERE, ROOT, Line, call, last_line
-from lazysnap.memory.limits import available_bytes
+from lazysnap.memory.available import available_bytes
 
 TESTS_S = 300.0
 MOST_ON_DISK_GB = 5.0

@@ -49,6 +49,8 @@ def say(message: str) -> None:
 def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
     """Print ``message()`` if the context lasts longer than the given seconds. ``message`` is called on a separate
     thread.
+
+    That thread ends with the context, so that no line follows, and a program that counts its threads sees none.
     """
 
     def say_message() -> None:
@@ -61,6 +63,7 @@ def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()
 
 
 def has_terminal() -> bool:

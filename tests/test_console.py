@@ -5,11 +5,12 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 from tqdm import tqdm
 
-from lazysnap.console import say
+from lazysnap.console import said_after, say
 
 
 def unconfigure(monkeypatch):
@@ -34,6 +35,14 @@ def test_while_a_bar_of_tqdm_is_shown_a_message_has_a_line_of_its_own(monkeypatc
 
     lines = re.split("[\\r\\n]", capsys.readouterr().err)
     assert "lazysnap: a line" in lines
+
+
+def test_the_thread_of_a_late_line_ends_with_its_context():
+    threads = threading.enumerate()
+    for _ in range(100):
+        with said_after(60, str):
+            pass
+        assert threading.enumerate() == threads
 
 
 PROGRAM = """

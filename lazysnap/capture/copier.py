@@ -24,6 +24,7 @@ from lazysnap.capture.plan import view_of
 logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 1 << 20
+"""Bytes between two looks at whether the capture was dropped."""
 
 
 def copy_eager(capture: Capture) -> None:
@@ -103,14 +104,14 @@ class CopyThread:
         faults.point("capture.copy")
         arrivals = sorted(capture.arrivals, key=itemgetter(0))
         # When one copy from a device has arrived, all bytes up to the next such copy are in the image.
-        limits = [start for start, _ in arrivals]
-        limits.append(capture.plan.layout.size_bytes)
-        _copy_from_cpu(capture, limits[0])
+        complete_up_to = [start for start, _ in arrivals]
+        complete_up_to.append(capture.plan.layout.size_bytes)
+        _copy_from_cpu(capture, complete_up_to[0])
         capture.copy_s = time.perf_counter() - started
         if capture.device_copies:
             capture.cpu_sources_read.set()
-        for (_, land), end in zip(arrivals, limits[1:], strict=True):
-            land()
+        for (_, wait_arrived), end in zip(arrivals, complete_up_to[1:], strict=True):
+            wait_arrived()
             if capture.is_dropped:
                 return
             capture.slot.advance(end)

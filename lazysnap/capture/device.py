@@ -35,8 +35,8 @@ from lazysnap.capture.registration import register
 
 logger = logging.getLogger(__name__)
 
-SMALL_BYTES = 256 << 10
-"""Lazy tensors up to this size pass through the staging buffer, in one copy with their neighbours in the file."""
+_STAGED_LAZY_BYTES = 256 << 10
+"""Lazy tensors up to this size pass through the staging buffer, in one copy with adjacent ones in the file."""
 STAGED_BYTES = 64 << 20
 """Maximum bytes of eager tensors in the staging buffer, which exists as long as training runs."""
 EVENT_BYTES = 64 << 20
@@ -142,7 +142,7 @@ class DeviceCopier:
                 continue
             room = eager_room
             if record.lazy:
-                room = SMALL_BYTES
+                room = _STAGED_LAZY_BYTES
             if index in self._frozen or record.nbytes > room:
                 self._large[record.lazy].append(index)
                 continue

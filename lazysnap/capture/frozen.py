@@ -123,7 +123,7 @@ class FrozenTensors:
         """
         if self._differences is None:
             return
-        host = torch.empty(self._num_sums, dtype=torch.bool, pin_memory=True)
+        host = torch.empty(self._num_sums, dtype=torch.bool, device="cpu", pin_memory=True)
         host.copy_(self._differences, non_blocking=True)
         landed = event_for_thread(self._device)
         start = min(self._plan.records[index].offset for index in unchanged)

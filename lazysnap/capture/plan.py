@@ -68,7 +68,7 @@ def storage_of(tensor: torch.Tensor) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """Facts about one tensor of the state at the time of the plan."""
+    """The facts about one tensor of the state at the time of the plan."""
 
     name: str
     lazy: bool
@@ -240,7 +240,7 @@ def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[in
     """Return a tensor over ``buffer`` at ``offset`` bytes; it shares its memory and keeps it alive."""
     count = math.prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     nbytes = count * dtype.itemsize
     flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
     return flat.view(dtype).view(shape)

@@ -1,6 +1,4 @@
-"""The bytes of a tensor in pieces, in order, without a second copy of the whole: for checksums, and for copies into
-memory that is not page-locked.
-"""
+"""The bytes of a tensor on a device in pieces, in order, for copies into memory that is not page-locked."""
 
 import ctypes
 import threading
@@ -10,23 +8,16 @@ import torch
 
 from lazysnap.capture.devices import event_for_thread
 
-SLICE_BYTES = 1 << 20
-"""A piece of CPU memory: fits a core's cache, so that a second pass over it is nearly free."""
 CHUNK_BYTES = 16 << 20
 """A piece of device memory: the bytes that are copied to the host at a time."""
 
 
 def pieces_of(tensor: torch.Tensor, ready: Sequence[torch.Event] = ()) -> Iterator[memoryview]:
-    """Yield views of ``tensor``'s bytes, each valid until the next. The tensor stays alive; on a CPU it is dense.
+    """Yield views of the bytes of ``tensor``, which is on a device; each is valid until the next.
 
-    Blocks: on a device, until everything before ``ready`` and each copy to the host is done. Copies run on a separate
-    stream, so training's kernels wait for nothing. The device copies a piece while the caller uses the piece before.
+    Blocks: until everything before ``ready`` and each copy to the host is done. Copies run on a separate stream, so
+    training's kernels wait for nothing. The device copies a piece while the caller uses the piece before.
     """
-    if tensor.device.type == "cpu":
-        whole = memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-        for start in range(0, len(whole), SLICE_BYTES):
-            yield whole[start : start + SLICE_BYTES]
-        return
     side, buffers = _ring(tensor.device)
     with torch.accelerator.device_index(tensor.device.index), side:
         for event in ready:
@@ -68,4 +59,4 @@ def _ring(device: torch.device) -> tuple[torch.Stream, list[torch.Tensor]]:
 
 
 def _locked_buffer() -> torch.Tensor:
-    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)

@@ -18,8 +18,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName, is_directory_of_ours, parse_file_name
-from lazysnap.warm.place import ENVIRONMENT as RUNTIME_DIRECTORY
+from lazysnap.warm.directories import ENVIRONMENT as RUNTIME_DIRECTORY
 
 LOGS = "lazysnap-chaos"
 """The directory of all logs, in the current one."""
@@ -231,21 +232,32 @@ def copy_directory(source: pathlib.Path, to: pathlib.Path, result: str | None) -
     """Copy a directory, except the snapshots and results of an earlier training.
 
     An entry that is large is linked instead. Returns: the names of these entries.
+    Raises: ConfigError, for such an entry with results in it: the training would write to the directory of the user.
     """
+    results = set()
+    if result is not None:
+        results = {match for match in source.glob(result) if not match.is_dir()}
+
+    def results_in(directory: str, names: list[str]) -> list[str]:
+        return [name for name in names if pathlib.Path(directory, name) in results]
+
     linked = []
     for path in source.iterdir():
         children = list(path.rglob("*"))
-        if path.name == LOGS or any(is_directory_of_ours(child.name) for child in children):
+        if path in results or path.name == LOGS or any(is_directory_of_ours(child.name) for child in children):
             continue
-        size_bytes = sum(child.lstat().st_size for child in [path, *children])
+        copied = {path, *children} - results
+        size_bytes = sum(child.lstat().st_size for child in copied)
         if path.is_symlink() or size_bytes > _COPIED_BYTES:
+            if any(path in match.parents for match in results):
+                raise ConfigError(
+                    f"{path} has files that match --result {result}, and is too large to be copied, or a link: the "
+                    "training would write there; let it write to a directory of its own"
+                )
             (to / path.name).symlink_to(path)
             linked.append(path.name)
         elif path.is_dir():
-            shutil.copytree(path, to / path.name, symlinks=True)
+            shutil.copytree(path, to / path.name, symlinks=True, ignore=results_in)
         elif path.is_file():
             shutil.copy2(path, to)
-    if result is not None:
-        for path in list(to.glob(result)):
-            path.unlink()
     return linked

@@ -162,6 +162,7 @@ def _copy_file(
         try:
             read_node_file(place, written, progress=advance)
         except (FormatError, FileNotFoundError) as error:
+            place.delete_or_leave()  # else it would be offered to a restart
             raise LevelError(f"{place.where}: reads back other bytes than were written") from error
     return moved
 

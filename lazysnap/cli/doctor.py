@@ -10,8 +10,8 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from typing import Literal
 
@@ -25,13 +25,14 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.source import map_anonymous
 from lazysnap.levels.storage import Storage, probe, probe_name
+from lazysnap.levels.threads import in_threads
 from lazysnap.levels.watchdog import Watchdog
 from lazysnap.levels.watched import WatchedStorage
+from lazysnap.memory.available import available_bytes
 from lazysnap.memory.budget import MemoryBoundExceeded
-from lazysnap.memory.limits import available_bytes
 from lazysnap.memory.slot_files import check_room
 from lazysnap.memory.slots import TrainerSlot, make_slot
-from lazysnap.shard.checksum import BLOCK_BYTES
+from lazysnap.shard.checksum import BLOCK_BYTES, block_ranges
 
 _OLDEST = {"torch": (2, 8), "lightning": (2, 5), "accelerate": (1, 15), "transformers": (5, 20)}
 """The oldest supported versions; only installed frameworks are checked."""
@@ -247,16 +248,17 @@ def _seconds(storage: Storage, size_bytes: int) -> tuple[float, float]:
     data = map_anonymous(BLOCK_BYTES)
     data[:] = os.urandom(1 << 20) * (BLOCK_BYTES >> 20)
     path = probe_name()
-    ranges = [(at, min(BLOCK_BYTES, size_bytes - at)) for at in range(0, size_bytes, BLOCK_BYTES)]
+    blocks = list(block_ranges(size_bytes))
     began = time.monotonic()
     with contextlib.closing(storage.create(path, size_bytes)) as writer:
-        with ThreadPoolExecutor(storage.parallel_writes) as pool:
-            list(pool.map(lambda part: writer.write(part[0], data[: part[1]]), ranges))
+        writes = [partial(writer.write, offset, data[:length]) for offset, length in blocks]
+        in_threads(writes, storage.parallel_writes, "lazysnap-write")
         writer.publish()
     wrote = time.monotonic()
     try:
-        with contextlib.closing(storage.reader(path)) as reader, ThreadPoolExecutor(storage.parallel_reads) as pool:
-            list(pool.map(lambda part: reader.read_into(part[0], map_anonymous(part[1])), ranges))
+        with contextlib.closing(storage.reader(path)) as reader:
+            reads = [partial(reader.read_into, offset, map_anonymous(length)) for offset, length in blocks]
+            in_threads(reads, storage.parallel_reads, "lazysnap-read")
         return wrote - began, time.monotonic() - wrote
     finally:
         storage.delete(path)

@@ -167,7 +167,7 @@ def _text_of_durable(durable: Mapping[str, int | None]) -> str:
 
 
 def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> tuple[int, Answer] | None:
-    """Ask the keeper of a job to end. Return its process and its answer; ``None`` if there is no keeper."""
+    """Ask the keeper of a job to end. Return its process and its answer; ``None`` if there is no keeper any more."""
     channel = try_connect(identity)
     if channel is None:
         return None
@@ -175,12 +175,19 @@ def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> t
     question = Question(about="stop", is_forced=is_forced)
     try:
         return pid, asking.ask(channel, question, max(_LEAST_S, deadline - time.monotonic()))
-    except (OSError, KeeperError):
+    except TimeoutError:
         refusal = (
             "it is still storing its newest capture, or does not answer; wait for it, or end it with "
             f"`kill -9 {pid}`, which loses captures that are only in memory"
         )
         return pid, Answer(text=refusal)
+    except OtherVersion as error:
+        refusal = f"it is of another version of lazysnap ({error}); `kill {pid}` ends it: it stores what it holds first"
+        return pid, Answer(text=refusal)
+    except KeeperError as error:
+        return pid, Answer(text=str(error))
+    except OSError:
+        return None
     finally:
         channel.close()
 

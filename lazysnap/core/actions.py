@@ -217,7 +217,7 @@ class FreeSlot:
 
 @dataclass(frozen=True)
 class VoidSlot:
-    """Write VOID of a slot: its trainer died during the capture."""
+    """Write VOID of a slot, then read the slots again: its trainer died during the capture."""
 
     rank: int
     slot_id: int
@@ -262,7 +262,7 @@ class Hold:
 
 @dataclass(frozen=True)
 class Release:
-    """Clear HELD of a slot."""
+    """Clear HELD of a slot, then read the slots again."""
 
     rank: int
     slot_id: int

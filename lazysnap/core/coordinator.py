@@ -40,7 +40,7 @@ class Coordinator:
     """A random number for the first coordinator of a keeper, then incremented. It distinguishes this coordinator from
     earlier ones, whose orders nodes may still answer.
     """
-    job: int
+    job_digest: int
     """``JobCore.digest``: the settings that all nodes have."""
     num_nodes: int
     levels: tuple[LevelGrants, ...]
@@ -87,13 +87,13 @@ class Coordinator:
             for named in report.names:
                 self.to_name.add(named.key)
             self.to_protect.update(report.protect)
-            if report.left is not None:
-                captures_left.append(set(report.left))
+            if report.captures_left is not None:
+                captures_left.append(set(report.captures_left))
         self.captures_left = None
         if len(captures_left) == len(self.reports):
             self.captures_left = set.intersection(*captures_left)
         for index, level in enumerate(self.levels):
-            level.take_reports([report.levels[index] for report in self.reports.values()])
+            level.receive([report.levels[index] for report in self.reports.values()])
 
     def deadlines(self, now: float) -> list[float]:
         """Return the times at which a level becomes due."""
@@ -115,7 +115,7 @@ class Coordinator:
             else:
                 orders.append(level.order(required, self._named_keys(index)))
         return Order(
-            job=self.job,
+            job=self.job_digest,
             coordinator=self.number,
             levels=tuple(orders),
             is_preempted=any(report.is_preempted for report in self.reports.values()),
@@ -136,15 +136,15 @@ class Coordinator:
         if len(self.reports) == self.num_nodes:
             for level in self.levels:
                 self._count_level(level)
-            self._find_lost()
+            self._count_lost()
             if ranks and self._is_training_on_all():
                 self._give_up_what_is_gone(ranks)
             # In this order a slower level sees the results of a faster one, and redundancy the step that storage reads.
             for index in range(len(self.levels)):
                 self._grant_level(index, ranks, now)
-            self._find_overtaken(ranks)
+            self._overtake_grants(ranks)
             self._give_up_what_nobody_has()
-            self.is_drained = self._find_drained()
+            self.is_drained = self._is_all_drained()
         order = self.order()
         if order == self.last_order:
             return None
@@ -226,7 +226,7 @@ class Coordinator:
         # Some nodes may have captured their last step before others: wait for all of them.
 
     def _is_training_on_all(self) -> bool:
-        return all(report.left is None for report in self.reports.values())
+        return all(report.captures_left is None for report in self.reports.values())
 
     def _grant_what_is_left(self, index: int) -> None:
         """Grant, after training has ended, what must be stored of the captures that all nodes have."""
@@ -342,8 +342,8 @@ class Coordinator:
                 return []
         return ahead
 
-    def _find_overtaken(self, ranks: Sequence[RankView]) -> None:
-        """Find grants of steps that are not required, which block a required step that could be stored at once.
+    def _overtake_grants(self, ranks: Sequence[RankView]) -> None:
+        """Drop grants of steps that are not required, where they block a required step that could be stored at once.
 
         After training has ended nothing is overwritten, and all steps are stored one after the other.
         """
@@ -512,9 +512,9 @@ class Coordinator:
     def _lose(self, key: StepKey) -> None:
         """Record that a required step left the slots."""
         self.gone.add(key)
-        self._find_lost()
+        self._count_lost()
 
-    def _find_lost(self) -> None:
+    def _count_lost(self) -> None:
         """Count steps that left the slots as lost, unless a level has them."""
         if not self._is_storage_open():
             return
@@ -550,7 +550,7 @@ class Coordinator:
                 keys.add(key)
         return keys
 
-    def _find_drained(self) -> bool:
+    def _is_all_drained(self) -> bool:
         if self.captures_left is None:
             return False
         return all(self._is_level_drained(index) for index in range(len(self.levels)))

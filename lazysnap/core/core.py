@@ -83,8 +83,8 @@ class Core:
     def step(self, event: Event, now: float) -> list[Action]:
         """Handle an event and decide.
 
-        Returns: actions, to be carried out in order. After ``Hold``, ``VoidSlot``, ``FreeSlot``, ``AdoptSlots`` and
-        ``SetAwaitedStep`` the core needs a ``SlotsSeen``.
+        Returns: actions, to be carried out in order. After ``Hold``, ``Release``, ``VoidSlot``, ``FreeSlot``,
+            ``AdoptSlots`` and ``SetAwaitedStep`` the next event must be a ``SlotsSeen``.
         """
         self.now = now
         self._actions = []
@@ -212,7 +212,7 @@ class Core:
             self._actions += rank.slots_to_free()
         if self.job is not None:
             is_draining = self.phase is Phase.DRAINING
-            self.job.find_coordinator(self.now, is_served=self.is_served, is_draining=is_draining)
+            self.job.choose_coordinator(self.now, is_served=self.is_served, is_draining=is_draining)
             self._actions += self.job.decide(self.ranks.views(self.job.settings), self.ranks.wants, self.now)
             self._release_former(self.job)
         for rank in self.ranks.all:

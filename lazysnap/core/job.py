@@ -3,13 +3,14 @@
 ::
 
     decide, until nothing changes any more:
-        node         which grants are missed, which slots must be held?
+        node         which grants are missed?
         tasks        what does each level do next?
         report       to the coordinator: of another node by a message, of this node directly
         coordinator  what is complete, which step is granted next?  ──order──> node
+    then, once: which slots are held, which captures are awaited?
 
 A single node is a coordinator whose only node is its own. A node without trainers that reaches no coordinator becomes
-its own coordinator, too: it stores what it has (``find_coordinator``).
+its own coordinator, too: it stores what it has (``choose_coordinator``).
 """
 
 import math
@@ -22,6 +23,7 @@ from lazysnap.core.actions import Action, Hold, Release, Send, SetAwaitedStep, T
 from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
+    COORDINATOR_NODE,
     GrantProgress,
     JobSettings,
     KeeperAlert,
@@ -48,7 +50,6 @@ MAX_ROUNDS = 8
 """Maximum rounds of ``decide`` for one event: an order leads to a report, and that to the next order. Usually two or
 three. The next event continues the rest.
 """
-COORDINATOR_NODE = 0
 
 
 class JobCore:
@@ -185,7 +186,7 @@ class JobCore:
         """Return True if a node would store alone after a longer silence."""
         return self.settings.num_nodes > 1 and is_draining and not self._is_alone
 
-    def find_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
+    def choose_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
         """Choose between the coordinator of all nodes and one of this node alone.
 
         A node that drains, and receives nothing from the others, becomes its own coordinator until a trainer connects.
@@ -218,20 +219,22 @@ class JobCore:
         self._actions = []
         # Before any decision, so that captures that other nodes protect stay held.
         self.node.inherit(ranks)
-        self.node.find_spare_slots(ranks)
-        self.node.is_choosing = wants.is_choosing
+        self.node.check_spare_slots(ranks)
+        self.node.is_restoring = wants.is_restoring
         wants = self._with_newest(wants, ranks)
         for _ in range(MAX_ROUNDS):
             unanswered = self.node.unanswered(wants.required, wants.names)
-            self.node.find_missed(ranks, unanswered)
-            self._hold_slots(ranks, unanswered)
+            self.node.give_up_missed(ranks, unanswered)
             for index, level in enumerate(self.level_tasks):
                 self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
                 break
             self.node.obey(order)
-        awaited_step = self._first_awaited(self.node.unanswered(wants.required, wants.names), ranks)
+        unanswered = self.node.unanswered(wants.required, wants.names)
+        # After all rounds: a slot that one round releases and a later one reads would be read without a hold.
+        self._hold_slots(ranks, unanswered)
+        awaited_step = self._first_awaited(unanswered, ranks)
         if awaited_step != self._awaited_step:
             self._awaited_step = awaited_step
             self._actions.append(SetAwaitedStep(awaited_step))
@@ -277,7 +280,7 @@ class JobCore:
             names=wants.names,
             protect=wants.protect,
             is_preempted=wants.is_preempted,
-            left=captures_left,
+            captures_left=captures_left,
             knows_drained=self.node.order.is_drained,
         )
 

@@ -79,7 +79,7 @@ class LevelGrants:
         """True if every node obeyed the last order."""
         return all(report.version == self.version for report in self.reports)
 
-    def take_reports(self, reports: list[LevelReport]) -> None:
+    def receive(self, reports: list[LevelReport]) -> None:
         """Combine the reports of the nodes."""
         self.reports = reports
         self.is_listing = False

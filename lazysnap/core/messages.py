@@ -24,12 +24,15 @@ Terms of ``core``:
 import enum
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 PROTOCOL = 2
 """Incremented with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report``
 and ``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
 """
+
+COORDINATOR_NODE = 0
+"""The node whose keeper is the coordinator. All others connect to it."""
 
 MAX_IN_MESSAGE = 32
 """Maximum complete snapshots of a level in one message: the newest, or more if ``keep_last`` needs them. Required ones
@@ -81,7 +84,10 @@ class RedundancySettings(Struct, frozen=True):
     """Parity of the captures of this node in the memory of the other nodes of its group."""
 
     every_n_steps: int = 10
-    timeout_s: float = 120.0
+    timeout_s: float = 30.0
+    """See ``LevelSettings.timeout_s``. While a task hangs two slots are held, so captures find none. The last boundary
+    of a training waits for one, ``io_timeout_s`` at most: the hang ends sooner.
+    """
     members: tuple[int, ...] = ()
     """Numbers of the nodes of the group, this one included."""
     parity: int = 1
@@ -338,7 +344,7 @@ class Report(Struct, frozen=True, tag="report"):
     """Steps that trainers want protected by other nodes."""
     is_preempted: bool = False
     """True if some rank of the node is preempted."""
-    left: tuple[StepKey, ...] | None = None
+    captures_left: tuple[StepKey, ...] | None = field(default=None, name="left")
     """Captures that all ranks of the node hold whole, once captures have stopped on the node; else None."""
     knows_drained: bool = False
     """True once the node read an order with ``is_drained``."""

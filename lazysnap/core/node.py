@@ -32,7 +32,7 @@ class RankView(Struct, frozen=True):
 
     rank: int
     start: int
-    """The newest start whose trainer has connected."""
+    """The start of its last trainer; 0 if there was none, or it still restores."""
     begun: int
     """Newest step that this start began; before the first one the step from which it continues."""
     is_capturing: bool
@@ -288,7 +288,7 @@ class NodeLevel:
         for named in self.names:
             spared.add(named.key)
         keys = sorted(self.leftovers - {self.grant})
-        retention = Retention.of_level(self.settings)
+        retention = Retention(self.settings.keep_last, self.settings.keep_every_n_steps)
         for key in sorted((self.stored | self.unusable) - spared):
             if retention.may_delete(key, self.order.complete, self.order.cancelled):
                 keys.append(key)
@@ -323,7 +323,7 @@ class Node:
     """The storage levels; then redundancy, if any."""
     order: Order = NO_ORDER
     """The last order."""
-    is_choosing: bool = False
+    is_restoring: bool = False
     """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
     protected: StepKey | None = None
     """The capture whose slots and parity stay until a newer one is protected. A new keeper takes the oldest of those
@@ -404,12 +404,12 @@ class Node:
 
     def expired(self, index: int) -> list[StepKey]:
         """Return the snapshots that may be deleted at a level: no slower level reads them, and they have no name."""
-        if not self.order.may_delete or self.is_choosing:
+        if not self.order.may_delete or self.is_restoring:
             return []
         read_by_slower = {level.wanted_key for level in self.levels if level.order.source == index}
         return [key for key in self.levels[index].expired() if key not in read_by_slower]
 
-    def find_spare_slots(self, ranks: Sequence[RankView]) -> None:
+    def check_spare_slots(self, ranks: Sequence[RankView]) -> None:
         """Stop redundancy while a rank has no spare slot for it.
 
         Ranks of earlier starts and restoring ranks do not count: they may read the protected step.
@@ -423,7 +423,7 @@ class Node:
             self.redundancy.become_slotless()
             self.protected = None
 
-    def find_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
+    def give_up_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
         """Give up grants that this node can no longer follow, and those that a required step overtook.
 
         If the write has begun, ``LevelTasks`` cancels it.

@@ -51,7 +51,7 @@ class Wants(Struct, frozen=True):
     """Names to remove."""
     is_preempted: bool = False
     """True if some rank is preempted."""
-    is_choosing: bool = False
+    is_restoring: bool = False
     """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
 
 
@@ -262,11 +262,11 @@ class Ranks:
             rank.is_adopting = True
             actions.append(AdoptSlots(rank.number))
         if event.state.farewell is not Farewell.NONE:
-            actions += self._part(rank)
+            actions += self._trainer_leaves(rank)
         self._gather()
         return actions
 
-    def _part(self, rank: Rank) -> list[Action]:
+    def _trainer_leaves(self, rank: Rank) -> list[Action]:
         """Handle a trainer that leaves. The last one of a finished training sees the end of the keeper as the
         answer.
         """
@@ -315,7 +315,7 @@ class Ranks:
         names: set[NamedStep] = set()
         released: set[str] = set()
         is_preempted = False
-        is_choosing = False
+        is_restoring = False
         self.is_served = False
         for rank in self.all:
             state = rank.state
@@ -330,14 +330,14 @@ class Ranks:
             if rank.is_served:
                 self.is_served = True
                 is_preempted = is_preempted or state.is_preempted
-                is_choosing = is_choosing or state.start == 0
+                is_restoring = is_restoring or state.start == 0
         self.wants = Wants(
             required=tuple(sorted(required)),
             protect=tuple(sorted(protect)),
             names=tuple(sorted(names)),
             released=frozenset(released),
             is_preempted=is_preempted,
-            is_choosing=is_choosing,
+            is_restoring=is_restoring,
         )
 
     def former_slots(self, num_ranks: int) -> list[Action]:

@@ -6,7 +6,7 @@ All nodes decide alike, because only orders matter. So the parts of one snapshot
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from lazysnap.core.messages import LevelSettings, StepKey
+from lazysnap.core.messages import StepKey
 
 
 @dataclass(frozen=True)
@@ -16,11 +16,6 @@ class Retention:
     keep_last: int
     """Invariant: at least 1, so that the newest complete snapshot stays."""
     keep_every_n_steps: int | None = None
-
-    @classmethod
-    def of_level(cls, settings: LevelSettings) -> "Retention":
-        """Return the rule of the user's configuration."""
-        return cls(settings.keep_last, settings.keep_every_n_steps)
 
     def stays_for_ever(self, step: int) -> bool:
         """Return True if a complete snapshot of this step is never deleted."""

@@ -37,6 +37,8 @@ def _add(digest: Any, value: Any) -> None:
             _add(digest, item)
     elif isinstance(value, (bool, int, float, str, bytes, type(None))):
         digest.update(repr(value).encode())
+    elif getattr(getattr(value, "dtype", None), "hasobject", False):  # its bytes are addresses
+        _add(digest, value.tolist())
     elif hasattr(value, "tobytes"):  # an array of NumPy
         digest.update(value.tobytes()[:_MOST_BYTES])
     else:

@@ -22,7 +22,7 @@ _MOST_DEPTH = 12
 _LONG = 64
 """Minimum items of a container without generators that is remembered, so that it is searched only once."""
 _PLAIN = (
-    *(int, float, complex, str, bytes, bytearray, memoryview, type(None), type, types.ModuleType, torch.Tensor),
+    *(bool, int, float, complex, str, bytes, bytearray, memoryview, type(None), type, types.ModuleType, torch.Tensor),
     logging.Logger,  # it references all loggers of the process
 )
 _SEQUENCES = (list, tuple, deque)
@@ -57,7 +57,10 @@ class GeneratorSearch:
             self._visit(root, str(number), 0)
 
     def _visit(self, value: Any, path: str, depth: int) -> None:
-        if isinstance(value, _PLAIN) or id(value) in self._seen:
+        try:
+            if isinstance(value, _PLAIN) or id(value) in self._seen:
+                return
+        except ReferenceError:  # a weak proxy whose object is gone
             return
         if self._visits >= MOST_VISITS or depth > _MOST_DEPTH:
             self.is_complete = False
@@ -83,7 +86,7 @@ class GeneratorSearch:
         self.is_complete = True
         items = container.items() if isinstance(container, dict) else enumerate(container)
         for name, item in items:
-            if not isinstance(item, _PLAIN):
+            if type(item) not in _PLAIN:  # a quick answer for most: ``_visit`` knows subclasses
                 self._visit(item, f"{path}.{name}", depth + 1)
         if self.is_complete and len(container) >= _LONG and len(self.generators) == count_before:
             self._barren[id(container)] = container, len(container)

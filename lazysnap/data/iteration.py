@@ -13,6 +13,7 @@ from lazysnap.data.iterators import follow
 from lazysnap.data.layout import is_first_rank, length_of
 from lazysnap.data.own_state import (
     drop_early_iterator,
+    has_early_iterator,
     is_stateful,
     keeps_loaded_state,
     rest_of,
@@ -45,6 +46,11 @@ _READ_AGAIN = (
     "that it draws from the global random generators as it goes: let it draw from a generator of its own, or in "
     "workers. state_dict() and load_state_dict() make it exact, and quick"
 )
+_NOT_BEGUN_THERE = (
+    "%s saves its position, but its loader cannot begin there (dispatch_batches=True of Accelerate, or an iterator of "
+    "its own): a restart reads the epoch again and drops the batches that were trained. That is exact only if it gives "
+    "the same samples each time"
+)
 _OTHER_DATA = (
     "%s gave another first batch than before the restart, reading the same epoch again: this training does not resume "
     "exactly. Its order or its samples come from something that no snapshot holds (a generator that is made with the "
@@ -71,8 +77,6 @@ class Iteration:
         self._can_pass = self._can_follow and isinstance(self._base, DataLoader) and not is_iterable(self._base)
         """True if indices of a map-style dataset can be skipped in the sampler."""
         self._inner: Any = iter(())
-        self._follows = False
-        """True if the iterator of torch follows the plan; otherwise this object records what it can."""
         self.began = tick()
         self.given = 0
         self.is_over = False
@@ -87,15 +91,16 @@ class Iteration:
         """Records since the iteration began."""
         return self._plan.notes
 
-    def place(self, *, is_at_end: bool) -> dict[str, Any]:
-        """Return the records, the number of batches, and the newest checkpoint. ``is_at_end``: the last batch was
-        given.
+    def record(self, *, is_at_end: bool) -> dict[str, Any]:
+        """Return the records, the number of batches, and the newest checkpoint.
+
+        ``is_at_end``: the last batch was given.
         """
-        place = {**self.notes, "given": self.given, "last_index": self._plan.digest_of_index(self.given)}
+        record = {**self.notes, "given": self.given, "last_index": self._plan.digest_of_index(self.given)}
         checkpoint = self._plan.checkpoint_behind(self.given, is_at_end=is_at_end)
         if checkpoint is not None:
-            place["checkpoint"] = checkpoint
-        return place
+            record["checkpoint"] = checkpoint
+        return record
 
     # ---------------------------------------------------------------- batches
 
@@ -104,7 +109,7 @@ class Iteration:
         if position.before_fetch is not None:
             position.before_fetch()
         if position.is_held:
-            self.before = position.state_at(self.place(is_at_end=False))
+            self.before = position.state_with(self.record(is_at_end=False))
         try:
             batch = self._next()
         except StopIteration:
@@ -117,7 +122,7 @@ class Iteration:
     def _next(self) -> Any:
         """Return the next batch of the loader's own iterator."""
         plan = self._plan
-        if not self._follows:
+        if not plan.follows:
             if not self.given:
                 plan.pass_over(self._inner)
             plan.read = self.given
@@ -132,7 +137,7 @@ class Iteration:
         """True if a position can only be reached by reading the data again."""
         if self._plan.is_asked or self._can_pass:
             return False
-        return not saves_position(getattr(self._base, "dataset", None))
+        return not (self._plan.follows and saves_position(getattr(self._base, "dataset", None)))
 
     def _note_first_batch(self, batch: Any) -> None:
         """Record a digest of the epoch's first batch; after a restart compare it with the earlier one."""
@@ -173,14 +178,14 @@ class Iteration:
         plan.read = at
         plan.has_ended = plan.start.get("has_ended", False)
         plan.rereads = at < num_given
-        passes = plan.passes
         self._start()
-        if passes and not self._follows:  # only the iterator of torch skips indices
+        begins_there = plan.follows or plan.has_ended or "loader" in plan.start
+        if not begins_there:  # only the iterator of torch skips indices, or begins at the state of its dataset
             at = 0
             plan.read = 0
-            plan.rereads = True
+            plan.rereads = num_given > 0
         if plan.reads_ahead and not plan.workers and "ahead" in state:
-            if self._follows:
+            if plan.follows:
                 plan.streams_before[num_given + 1] = state["ahead"]
                 if not plan.rereads:
                     plan.streams_before[num_given + 2] = None
@@ -220,14 +225,14 @@ class Iteration:
         base = self._base
         position.streams.watch([position.loader, base])
         has_ended = plan.start.get("has_ended", False)
-        self._follows = self._can_follow and not plan.is_asked and not has_ended and follow(plan)
+        plan.follows = self._can_follow and not plan.is_asked and not has_ended and follow(plan)
         self._warn_of_inexact()
         if plan.is_asked:
             keep_streams([base])
-        if not self._follows:
+        if not plan.follows:
             plan.passes = 0
             if not plan.is_asked:
-                drop_early_iterator(base)
+                self._choose_iterator()
             plan.begin()
         if has_ended:
             if not keeps_loaded_state(base.dataset):
@@ -238,6 +243,17 @@ class Iteration:
             self._begin_nodes()
         else:
             self._inner = self._make()
+
+    def _choose_iterator(self) -> None:
+        """Let the epoch begin as it did before the restart: with an iterator that was made early, or with another."""
+        plan = self._plan
+        base = self._base
+        if plan.origin is not None:
+            drop_early_iterator(base)
+            if plan.origin.get("is_early"):
+                base.state_dict()  # makes it, and draws its seed: the generators are put back behind that
+        elif has_early_iterator(base):
+            plan.notes["is_early"] = True
 
     def _begin_nodes(self) -> None:
         """Let nodes of torchdata, which prefetch, draw their order with the generators of the beginning."""
@@ -259,7 +275,10 @@ class Iteration:
         if self._plan.workers and not getattr(base, "in_order", True):
             position.warn_once(_NO_ORDER, base)
         if is_iterable(base) and self._only_rereads:
-            position.warn_once(_READ_AGAIN, base.dataset)
+            text = _READ_AGAIN
+            if saves_position(base.dataset):
+                text = _NOT_BEGUN_THERE
+            position.warn_once(text, base.dataset)
         if is_stateful(getattr(base, "collate_fn", None)):
             position.warn_once(_STATEFUL_COLLATE, base)
         if not position.streams.is_complete:
@@ -293,5 +312,7 @@ class Iteration:
     def _reason_of_reading(self) -> str:
         if is_iterable(self._base):
             name = type(self._base.dataset).__name__
+            if saves_position(self._base.dataset):
+                return f"its loader cannot begin at the position that {name} saves"
             return f"{name} does not save its position: state_dict() and load_state_dict() would"
         return "its batches cannot be skipped by index"

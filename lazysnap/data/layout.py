@@ -178,7 +178,7 @@ def _change_of_length(state: Mapping[str, Any], layout: EpochLayout, key: str, u
     text = f"the data has {length_now} {unit}, in the snapshot {length_before}"
     num_trained = trained_batches(state)
     if not num_trained:
-        return [f"{text}: as in the program from now on"]
+        return [f"{text}: from now on the data of the program counts"]
     passed = passed_in(state, layout)
     behind = num_trained
     if passed is not None:

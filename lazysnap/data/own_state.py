@@ -6,6 +6,7 @@ iterable dataset that saves no position it counts batches twice when it reads th
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from inspect import Parameter, signature
 from typing import Any
@@ -23,6 +24,8 @@ _SIZES = "lazysnap_sizes"
 _UNITS = {"ranks": "ranks", "batch": "samples in a batch", "data": "samples in the data"}
 COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
 """Counters of batches that iterators keep."""
+_streams: "weakref.WeakKeyDictionary[Any, RandomStreams]" = weakref.WeakKeyDictionary()
+"""The generators of each loader. A search passes over long containers in which the one before found nothing."""
 _BY_NAME = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -77,33 +80,45 @@ def rest_of(loader: Any, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         loader.restart_on_stop_iteration = restarts
 
 
-def drop_early_iterator(loader: Any) -> bool:
-    """Let a ``StatefulDataLoader`` make its iterator, and draw its seed, in each epoch.
+def has_early_iterator(loader: Any) -> bool:
+    """True if a ``StatefulDataLoader`` has made the iterator of the next epoch, and drawn its seed.
 
-    Accelerate asks for its state when it is prepared, so otherwise only the first epoch would draw no seed.
-
-    Returns: True if an iterator for this epoch existed, which has drawn its seed.
+    It does so when it is asked for its state: Accelerate asks when it prepares a loader. The first epoch then draws
+    nothing.
     """
+    return bool(attributes_of(loader).get("_initial_iter_for_state_dict"))
+
+
+def drop_early_iterator(loader: Any) -> bool:
+    """Let a ``StatefulDataLoader`` make its iterator in the next epoch. Return ``has_early_iterator`` before that."""
     if "_initial_iter_for_state_dict" not in attributes_of(loader):
         return False
-    was_early = bool(loader._initial_iter_for_state_dict)
+    was_early = has_early_iterator(loader)
     loader._iterator = None
     loader._initial_iter_for_state_dict = False
     return was_early
 
 
+def _streams_of(loader: Any) -> RandomStreams:
+    """Return the generators that a loader keeps now."""
+    try:
+        streams = _streams.setdefault(loader, RandomStreams())
+    except TypeError:  # no key of a dict: long containers are searched at each call
+        streams = RandomStreams()
+    streams.watch([loader])
+    return streams
+
+
 def warn_of_generators(loader: Any) -> None:
     """Warn if the loader has so many parts that a random generator may have been missed."""
-    streams = RandomStreams()
-    streams.watch([loader])
+    streams = _streams_of(loader)
     if not streams.is_complete and is_first_rank():
         logger.warning(NOT_SEARCHED, type(loader).__name__)
 
 
 def state_of_loader(loader: Any) -> dict[str, Any]:
     """Return the loader's state. Draws no random number."""
-    streams = RandomStreams()
-    streams.watch([loader])
+    streams = _streams_of(loader)
     state: dict[str, Any] = {}
     # Before it is iterated, the loader would make an iterator for its state, which draws a seed.
     is_new = all(attributes_of(loader).get(name, loader) is None for name in ("_iterator", "next_iter_state"))
@@ -130,9 +145,7 @@ def load_loader(loader: Any, state: dict[str, Any]) -> None:
             if name in loader_state and name in attributes_of(iterator):
                 setattr(iterator, name, loader_state[name])
     if generators is not None and is_stateful_loader(loader):  # others make their iterator later
-        streams = RandomStreams()
-        streams.watch([loader])
-        streams.restore_owned(generators)
+        _streams_of(loader).restore_owned(generators)
 
 
 def _sizes_of(loader: Any) -> dict[str, int | None]:

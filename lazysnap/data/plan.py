@@ -61,6 +61,8 @@ class IterationPlan:
         """True for Accelerate's loaders: they fetch one batch ahead."""
         self.is_asked = is_asked(self.base)
         """True if the loader's own state is used."""
+        self.follows = False
+        """True if the iterator of torch follows this plan; otherwise ``Iteration`` records what it can."""
         self.notes: dict[str, Any] = {}
         """Random generators at the beginning of the iteration, before its first batch and before the last one."""
         self.checkpoints: deque[Checkpoint] = deque(maxlen=2)
@@ -217,7 +219,8 @@ class IterationPlan:
         """Return the state that the loader, or the dataset in this process, saves after ``at`` batches."""
         if self.is_asked:
             return {"at": at, "loader": state_of_loader(self.base)}
-        if not self.workers and is_iterable(self.base) and saves_position(self.base.dataset):
+        # Where the iterator of torch does not follow, the dataset may be read ahead, and nothing begins at its state.
+        if self.follows and not self.workers and is_iterable(self.base) and saves_position(self.base.dataset):
             return {"at": at, "dataset": self.base.dataset.state_dict(), "has_ended": self.has_ended}
         return None
 

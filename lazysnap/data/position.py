@@ -48,7 +48,7 @@ class Position:
         self._subset_digest = SubsetDigest()
         self._running: weakref.ref[Iteration] | None = None
         self._stepped: dict[str, Any] | None = None
-        """Place of the iteration at the last optimizer step, until it ends or another one begins."""
+        """Record of the iteration at the last optimizer step, until it ends or another one begins."""
         self._pending: dict[str, Any] | None = None
         """The loaded position, until the loader is iterated."""
         self.skipped = 0
@@ -142,23 +142,23 @@ class Position:
         if running is not None and running.before is not None:
             return dict(running.before)
         if running is not None:
-            return self.state_at(running.place(is_at_end=self._is_at_end(running.given)))
+            return self.state_with(running.record(is_at_end=self._is_at_end(running.given)))
         stepped = self._stepped
         if stepped is None or _has_counted(stepped["epochs"], self.epochs()):
-            return self.state_at(None)
+            return self.state_with(None)
         # The loop ended with a break, and the program may continue in this epoch.
-        return {**self.state_at(stepped), "was_left": True}
+        return {**self.state_with(stepped), "was_left": True}
 
-    def state_at(self, place: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the position at a place of ``Iteration``, or between two iterations (``None``), with the current state
-        of the generators.
+    def state_with(self, record: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the position: the record of an iteration (``None``: between two), with the current state of the
+        generators and counters.
         """
-        if place is None or place["given"] < 2:  # samplers create generators only when they are iterated
+        if record is None or record["given"] < 2:  # samplers create generators only when they are iterated
             self.streams.watch(self._loaders)
         state = {"given": None, "now": self.streams.collect(), **self.counts(), "layout": self.layout()}
-        if place is None:
+        if record is None:
             return {**state, "skip": self.skipped}
-        return {**state, **place, "at_end": self._is_at_end(place["given"])}
+        return {**state, **record, "at_end": self._is_at_end(record["given"])}
 
     def _is_at_end(self, num_given: int) -> bool:
         """True if the current iteration has given its last batch."""
@@ -256,7 +256,7 @@ class Position:
         running = self._iteration()
         if running is not None:
             running.notes["epochs"] = self.epochs()
-            self._stepped = running.place(is_at_end=self._is_at_end(running.given))
+            self._stepped = running.record(is_at_end=self._is_at_end(running.given))
 
     def note_boundary(self) -> None:
         """Record a boundary that captured nothing. A boundary after ``end`` is the last one again."""

@@ -92,7 +92,7 @@ class BestSnapshots:
         num_better = 0
         present = self._present(new)
         for name in present:
-            if name.place <= new.place:
+            if name.sort_key <= new.sort_key:
                 num_better += 1
         if num_better >= wish.count or new in present:
             return _NameChange("", surplus)

@@ -132,7 +132,7 @@ class Boundaries:
             return False
         began = self._capture_due(step, started)
         if is_forced or is_last:
-            self._recorder.settle()
+            self._recorder.forbid_repeat()
         return began
 
     def _check_boundary_in_graph(self) -> None:
@@ -250,7 +250,7 @@ class Boundaries:
                 break
             time.sleep(0.005)
         self.finish_copies()
-        self._recorder.settle()
+        self._recorder.forbid_repeat()
         return self._recorder.last_step == step and not self._captures.has_lost_newest
 
     def capture_last(self) -> None:

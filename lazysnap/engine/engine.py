@@ -19,7 +19,7 @@ from lazysnap.engine.rollback import Rollback, roll_back
 from lazysnap.engine.run import Run
 from lazysnap.engine.shutdown import Shutdown
 from lazysnap.engine.statistics import Statistics
-from lazysnap.engine.stored import Progress, wait_durable, wait_held_or_stored, wait_protected
+from lazysnap.engine.stored import ShowStored, wait_durable, wait_protected
 from lazysnap.errors import ConfigError, JobBusy
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
@@ -548,14 +548,7 @@ class SnapshotEngine:
             return wait_protected(self._run, step, timeout_s)
         return wait_durable(self._run, step, timeout_s)
 
-    def _is_to_be_stored(self, step: int, timeout_s: float) -> bool:
-        """Block until the first level has ``step``, or memory keeps it for that level.
-
-        Returns: False after the deadline: the level is busy with another step, and this one may be overwritten.
-        """
-        return wait_held_or_stored(self._run, step, timeout_s)
-
-    def _flush(self, timeout_s: float, progress: Progress | None = None) -> bool:
+    def _flush(self, timeout_s: float, progress: ShowStored | None = None) -> bool:
         """Block until the newest capture is durable at every level. All ranks call it at the same step.
 
         Args:
@@ -576,7 +569,7 @@ class SnapshotEngine:
         """
         return self._shutdown.statistics()
 
-    def close(self, *, drain: bool = True, progress: Progress | None = None) -> bool:
+    def close(self, *, drain: bool = True, progress: ShowStored | None = None) -> bool:
         """Capture the last step, make it durable, end the keeper and free the memory. Idempotent::
 
             engine.close()  # the end of ``with engine`` does it

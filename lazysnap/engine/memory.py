@@ -12,8 +12,8 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import MemoryWish
 from lazysnap.engine import report
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
-from lazysnap.engine.events import KeeperEvents
 from lazysnap.engine.job_settings import num_kept, num_slots
+from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.protection import Protection
 from lazysnap.engine.restart_check import RestartCheck
@@ -274,7 +274,7 @@ class Memory:
 
     def _refusal(self) -> str:
         """Return why the keeper makes no further slot; empty if it does, or after a smaller request. Hot."""
-        text = self.client.state.memory_refusal
+        text = self.client.memory_refusal
         if not self.client.is_connected or text == self._ignored_refusal:
             return ""
         return text
@@ -317,6 +317,7 @@ class Memory:
             self._next_retry_s = now_s + self._config.io_timeout_s
             self.client.start()
             self.prepare()  # the keeper may have failed before the first request
+            self.ask_again()
 
     def await_all(self, timeout_s: float) -> bool:
         """Block until all slots exist; ``False`` after the deadline, or once memory is refused."""

@@ -286,7 +286,7 @@ class Preemption:
         if self._ending is _EndedBy.PREEMPTION and not captures.is_resumed:
             self._client.require(newest_step)
 
-        def is_settled(state: KeeperState) -> bool:
+        def is_decided(state: KeeperState) -> bool:
             durable = self._captures().durable
             if durable is None:
                 return False
@@ -298,7 +298,7 @@ class Preemption:
             is_newest_lost = any(key.step == newest_step for key in state.lost)
             return step >= newest_step or (is_newest_lost and step >= captures.steps[-1])
 
-        return self._client.wait(is_settled, self._remaining_s())
+        return self._client.wait(is_decided, self._remaining_s())
 
     def _patience_s(self) -> float:
         """Return the seconds within which the next boundary is expected."""

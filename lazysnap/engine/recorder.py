@@ -49,8 +49,8 @@ class Recorder:
         self.memory = Memory(config, source, client, world, messages)
         self.captures = self.memory.captures
         self.check = self.memory.check
-        self._is_settled = False
-        """True if no later restart of this run is to repeat a step as a check."""
+        self._forbids_repeats = False
+        """True if no later restart of this run is to repeat a step as a check: one has proved the run."""
         self.meta = MetaWriter.agreed(world, config)
         self._state = LocalState(source, world, messages)
         self._plan: CapturePlan | None = None
@@ -77,9 +77,9 @@ class Recorder:
         """Continue from ``snapshot``, whose state was loaded."""
         step = snapshot.step
         self.check.cancel()
-        self._is_settled = snapshot.is_settled
+        self._forbids_repeats = snapshot.forbids_repeats
         if snapshot.repeats is not None:
-            self._is_settled = True
+            self._forbids_repeats = True
             self.check.begin(snapshot.repeats)
         self.seen_step = step
         self._leave_past(step, "went back")
@@ -236,7 +236,7 @@ class Recorder:
         capture.slot.begin(
             self.meta.start_number, capture.step, sequence=capture.sequence, image_bytes=image_bytes, meta=meta
         )
-        if not self._is_settled or self._config.verify_restart == "always":
+        if not self._forbids_repeats or self._config.verify_restart == "always":
             capture.slot.allow_repeat(is_repeatable=True)
         self._client.wake(capture.step)
         self._client.note_waited(self._statistics.waited_s)
@@ -266,7 +266,7 @@ class Recorder:
             self._give_name(name, step)
         self._names_for_next = {}
 
-    def settle(self) -> None:
+    def forbid_repeat(self) -> None:
         """Make a restart resume exactly the newest capture: it was requested, or training ends with it."""
         newest = self.captures.newest
         if newest is not None and newest.is_in_slot:
@@ -347,7 +347,7 @@ class Recorder:
         return self.memory.events.names(stored_names) | set(self._names_for_next)
 
     def _give_name(self, name: str, step: int) -> None:
-        self.settle()
+        self.forbid_repeat()
         self._client.keep(name, step)
         self.memory.events.name_given(name, step)
 

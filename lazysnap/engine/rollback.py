@@ -65,7 +65,7 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
         recorder.go_back(snapshot.step)
     else:
         recorder.memory.follow_keeper()  # steps that became durable by now count for the old run
-        run.go_on(snapshot, branch)
+        run.continue_from(snapshot, branch)
         run.begin()
         _capture_branch(run, boundaries, snapshot.step)
     done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)

@@ -34,7 +34,7 @@ class Lineage:
     def __init__(self) -> None:
         self._steps: dict[str, int] = {}
 
-    def go_on(self, present: str, run_id: str, step: int) -> None:
+    def continue_from(self, present: str, run_id: str, step: int) -> None:
         """Record that training continues from ``step`` of ``run_id``; ``present`` is the run so far."""
         if run_id not in (present, *self._steps):
             self._steps.clear()  # a restart from elsewhere
@@ -171,7 +171,7 @@ class Run:
 
         Blocks: asks the keeper.
         """
-        self.go_on(snapshot, (snapshot.new_run or snapshot).run_id)
+        self.continue_from(snapshot, (snapshot.new_run or snapshot).run_id)
         if snapshot.world_size > 1 or not self.restart.world.is_alone:
             self._discard_others(snapshot)
         self.begin()
@@ -187,9 +187,9 @@ class Run:
                 left=snapshot.new_run.newest_run_name,
             )
 
-    def go_on(self, snapshot: Snapshot, run_id: str) -> None:
+    def continue_from(self, snapshot: Snapshot, run_id: str) -> None:
         """Let later captures belong to that run, which continues after ``snapshot``."""
-        self.lineage.go_on(self.meta.run_id, snapshot.run_id, snapshot.step)
+        self.lineage.continue_from(self.meta.run_id, snapshot.run_id, snapshot.step)
         if run_id != self.meta.run_id:
             self.first_start = 0
         self.meta.run_id = run_id
@@ -267,13 +267,13 @@ class Run:
             newest = (resumed.newest_step, resumed.durable_at)
         for index, level in enumerate(self.restart.config.levels):
             step = self.client.newest_complete(index)
-            if step < 0 and resumed is not None and self._is_stored(resumed, index):
+            if step < 0 and resumed is not None and self.is_stored(resumed, index):
                 step = resumed.newest_step
             if step >= 0 and (newest is None or step > newest[0]):
                 newest = (step, level.url)
         return newest
 
-    def _is_stored(self, resumed: report.Resumed, index: int) -> bool:
+    def is_stored(self, resumed: report.Resumed, index: int) -> bool:
         """True if a level has the resumed snapshot, which at the restart may have been in memory only."""
         levels = self.client.state.levels
         return index < len(levels) and StepKey(resumed.start, resumed.newest_step) in levels[index].complete

@@ -12,7 +12,7 @@ from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
-from lazysnap.engine.stored import Progress, store_everywhere
+from lazysnap.engine.stored import ShowStored, store_everywhere
 from lazysnap.errors import WaitTimeout
 
 _SILENCE_S = 3.0
@@ -52,7 +52,7 @@ class Shutdown:
             self._statistics.unprotected = self._memory.protection.cause
         return self._statistics.copied()
 
-    def flush(self, timeout_s: float, progress: Progress | None) -> bool:
+    def flush(self, timeout_s: float, progress: ShowStored | None) -> bool:
         """See ``SnapshotEngine._flush``. Blocks. Without levels: until a keeper has it."""
         self._boundaries.finish_copies()
         done = store_everywhere(self._run, self._captures.newest_whole_step(), timeout_s, progress)
@@ -62,7 +62,7 @@ class Shutdown:
 
     # ---------------------------------------------------------------- the good end
 
-    def close(self, *, drain: bool, progress: Progress | None) -> bool:
+    def close(self, *, drain: bool, progress: ShowStored | None) -> bool:
         """See ``SnapshotEngine.close``. Collective. Blocks."""
         if self.is_closed:
             return self._has_ended_well
@@ -74,7 +74,7 @@ class Shutdown:
         finally:
             self._preemption.leave()  # ends the process here after a signal
 
-    def _close(self, *, drain: bool, progress: Progress | None) -> bool:
+    def _close(self, *, drain: bool, progress: ShowStored | None) -> bool:
         durable = False
         over = False
         captured = True
@@ -84,7 +84,7 @@ class Shutdown:
             over = self._world.ends()
             if drain and over:
                 self._capture_last()
-            self._recorder.settle()
+            self._recorder.forbid_repeat()
             self._recorder.check.wait(self._config.io_timeout_s)
             has_own = self._captures.newest_whole_step() is not None
             self._client.seal()  # memory stays: a step with a name is stored, even if newer ones exist
@@ -114,26 +114,26 @@ class Shutdown:
         except WaitTimeout as error:  # a rank that dies here would leave no whole capture
             self._messages.tell(MessageKind.END_UNKNOWN, text=error)
 
-    def _drain(self, progress: Progress | None, *, is_common: bool) -> bool:
+    def _drain(self, progress: ShowStored | None, *, is_common: bool) -> bool:
         """Wait until the newest capture is durable at every level."""
         resumed = self._run.resumed
         is_there = self._captures.newest_whole_step() is not None or resumed is None or not resumed.only_in_memory
         durable = self._drain_all(progress, is_common=is_common) and is_there
         if durable and self._client.was_connected:
-            self._settle_names(is_common=is_common)
+            self._await_names(is_common=is_common)
         self._memory.follow_keeper()
         if not durable and is_there and self._memory.newest_held_step() is None:  # otherwise ``_tell_end`` reports it
             loss = "the last snapshot is not at every level, and memory does not have it"
             self._messages.tell(MessageKind.NOT_DURABLE, what=loss, fate=self._reason())
         return durable
 
-    def _settle_names(self, *, is_common: bool) -> None:
+    def _await_names(self, *, is_common: bool) -> None:
         """Block until the first level has all names. Collective, if ``is_common``."""
-        self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
+        self._client.wait(self._memory.events.are_names_answered, self._config.io_timeout_s)
         if is_common and self._best.release_surplus():
-            self._client.wait(self._memory.events.are_names_settled, self._config.io_timeout_s)
+            self._client.wait(self._memory.events.are_names_answered, self._config.io_timeout_s)
 
-    def _drain_all(self, progress: Progress | None, *, is_common: bool) -> bool:
+    def _drain_all(self, progress: ShowStored | None, *, is_common: bool) -> bool:
         """Wait for all ranks, and fail if one of them failed. Collective, if ``is_common``: all ranks call it."""
         world = self._world
         newest = self._captures.newest_whole_step()

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lazysnap.core.messages import KeeperState, StepKey
+from lazysnap.engine.report import Resumed
 from lazysnap.engine.run import Run
 from lazysnap.keeper.client import KeeperClient
 
@@ -13,7 +14,7 @@ _GIVE_UP_S = 5.0
 _LOOK_S = 0.1
 """Seconds between two checks of the deadline."""
 
-Progress = Callable[[int, int], None]
+ShowStored = Callable[[int, int], None]
 """Called with the stored bytes of this node's part, and the total, of all levels together."""
 
 
@@ -25,20 +26,35 @@ def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
     client = run.client
     newest = run.recorder.captures.newest_whole_step()
     if newest is None and run.resumed is not None and run.resumed.step == step:
-        return run.resumed.durable_at is not None
+        return _wait_resumed(run, run.resumed, timeout_s)
     if newest is not None and newest >= step:
         key = StepKey(run.meta.start_number, newest)
 
-        def is_settled(state: KeeperState) -> bool:
+        def is_decided(state: KeeperState) -> bool:
             # An older capture that becomes complete is enough, if it is of ``step`` or later.
             return client.is_complete(step, 0) or key in state.lost
 
         is_durable = run.restart.world.is_alone and client.is_complete(step, 0)
         if not is_durable:
             client.require(newest)
-            client.wait(is_settled, timeout_s)
+            client.wait(is_decided, timeout_s)
     run.recorder.memory.follow_keeper()
     return client.is_complete(step, 0)
+
+
+def _wait_resumed(run: Run, resumed: Resumed, timeout_s: float) -> bool:
+    """Block until the first level has the newest snapshot that the restart found; ``False`` after the deadline.
+
+    Memory alone may have had it then, or a level behind the first one.
+    """
+    if resumed.durable_at == run.restart.config.levels[0].url:
+        return True
+
+    def is_decided(state: KeeperState) -> bool:
+        return run.is_stored(resumed, 0) or StepKey(resumed.start, resumed.newest_step) in state.lost
+
+    run.client.wait(is_decided, timeout_s)
+    return run.is_stored(resumed, 0)
 
 
 def wait_held_or_stored(run: Run, step: int, timeout_s: float) -> bool:
@@ -67,7 +83,7 @@ def wait_protected(run: Run, step: int, timeout_s: float) -> bool:
     return run.client.wait(is_protected, timeout_s)
 
 
-def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: Progress | None) -> bool:
+def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: ShowStored | None) -> bool:
     """Block until every level has that step; without levels until a keeper has it. ``None``: return at once.
 
     Returns: False after the deadline, or if a level can no longer store it.

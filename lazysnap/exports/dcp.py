@@ -21,8 +21,8 @@ def write_distributed(whole: WholeSnapshot, job: ExportJob, path: str) -> list[s
     LevelError.
     """
     state, notes = stock_state(whole, job, path)
-    for place, names in (whole.meta.parameters or {}).items():
-        state = _named(state, place, names)
+    for path_in_state, names in (whole.meta.parameters or {}).items():
+        state = _named(state, path_in_state, names)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it warns that there is no process group
@@ -39,9 +39,9 @@ def write_distributed(whole: WholeSnapshot, job: ExportJob, path: str) -> list[s
     return notes
 
 
-def _named(value: Any, place: str, names: Sequence[str]) -> Any:
-    """Return a state in which the optimizer at ``place`` has names of parameters instead of numbers."""
-    if not place:
+def _named(value: Any, path: str, names: Sequence[str]) -> Any:
+    """Return a state in which the optimizer at ``path`` has names of parameters instead of numbers."""
+    if not path:
         return _by_name(value, names)
 
     changed: Any
@@ -55,8 +55,8 @@ def _named(value: Any, place: str, names: Sequence[str]) -> Any:
     else:
         return value
     for key in keys:
-        if place == str(key) or place.startswith(f"{key}."):
-            changed[key] = _named(changed[key], place[len(str(key)) + 1 :], names)
+        if path == str(key) or path.startswith(f"{key}."):
+            changed[key] = _named(changed[key], path[len(str(key)) + 1 :], names)
     return changed
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from lazysnap.errors import ConfigError, FormatError
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.safetensors import add_file, owners_of, tied_names
-from lazysnap.exports.weights import chosen_tensors, place_of_weights
+from lazysnap.exports.weights import chosen_tensors, path_of_weights
 from lazysnap.shard.limits import load_json
 from lazysnap.shard.manifest import EXTRAS, PRETRAINED
 from lazysnap.snapshots.assembly import JoinedTensor, WholeSnapshot
@@ -123,7 +123,7 @@ def _facts(state: Any, only: str | None) -> dict[str, Any]:
         return {"files": {}}
     try:
         by_part = load_json(text.encode(), _FACTS_NESTING)
-        facts = by_part.get(place_of_weights(state, only), {"files": {}})
+        facts = by_part.get(path_of_weights(state, only), {"files": {}})
         weights = facts.get("weights", {})
         are_files_valid = all(_NOTED.fullmatch(name) and isinstance(text, str) for name, text in facts["files"].items())
         are_weights_valid = all(isinstance(stored, str) for stored in weights.values())

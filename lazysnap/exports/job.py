@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from lazysnap.errors import ConfigError
 from lazysnap.levels.files import pwrite_all
-from lazysnap.levels.source import Progress, no_progress
+from lazysnap.levels.source import ByteCounter, no_progress
 from lazysnap.snapshots.reads import Reads, Write
 
-Bar = Callable[[str, int], AbstractContextManager[Progress]]
+Bar = Callable[[str, int], AbstractContextManager[ByteCounter]]
 """A display of progress: receives a title and the bytes to do, and yields a function that receives new done bytes."""
 
 
@@ -24,7 +24,7 @@ def behind(handle: int, start: int) -> Write:
 
 
 @contextlib.contextmanager
-def no_bar(title: str, total: int) -> Iterator[Progress]:
+def no_bar(title: str, total: int) -> Iterator[ByteCounter]:
     """Show no progress: a ``Bar``."""
     yield no_progress
 

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from lazysnap import faults
 from lazysnap.errors import ConfigError, WaitTimeout
 from lazysnap.exports.target import STOCK_FILE, check_outside, sync
-from lazysnap.levels.files import sync_directory, temp_name
+from lazysnap.levels.files import make_directories, sync_directory, temp_name
 from lazysnap.shard.limits import load_json
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def name_snapshot(directory: str, named: Named) -> None:
     """
     directory = os.path.realpath(directory)
     check_outside(directory)
-    os.makedirs(directory, exist_ok=True)
+    make_directories(directory)
     temp = os.path.join(directory, temp_name(_NAME_FILE))
     with open(temp, "x", encoding="utf-8") as file:
         json.dump(asdict(named), file)
@@ -93,6 +93,16 @@ def forget_name(directory: str) -> None:
             return
     except WaitTimeout as error:
         logger.warning("%s; files of it may be moved into the directory, next to those that are saved there now", error)
+
+
+def delete_checkpoint(directory: str) -> None:
+    """Delete a directory of ``save_state``, as Accelerate does. What cannot be deleted stays.
+
+    Blocks: as ``forget_name``: an export that moves files meanwhile would leave a part of a checkpoint.
+    """
+    with contextlib.suppress(OSError):
+        forget_name(directory)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def has_checkpoint(directory: str) -> bool:

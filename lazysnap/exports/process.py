@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 import threading
@@ -12,10 +11,14 @@ from collections.abc import Sequence
 
 from lazysnap.config import PersistentLevel
 from lazysnap.errors import LazySnapError
-from lazysnap.exports.exporting import export
-from lazysnap.exports.named import named_in
+from lazysnap.exports.exporting import Exported, write
+from lazysnap.exports.job import ExportJob
+from lazysnap.exports.named import delete_checkpoint, named_in
 from lazysnap.exports.target import ACCELERATE
 from lazysnap.levels.redaction import Redaction
+from lazysnap.levels.store import open_storage
+from lazysnap.snapshots.catalogue import Catalogue
+from lazysnap.snapshots.reader import retry_if_deleted
 
 _NICE = 10  # a tenth of a busy core; 19 would give a seventieth, and the process first imports torch
 _PROGRAM = "import sys; from lazysnap.exports.process import main; sys.exit(main())"
@@ -64,14 +67,20 @@ def main() -> int:
     """
     arguments = json.load(sys.stdin)
     for path in arguments["superseded"]:
-        shutil.rmtree(path, ignore_errors=True)
+        delete_checkpoint(path)
     directory = arguments["directory"]
     options = arguments["storage_options"]
     named = named_in(directory)
     if named is None:
         return 0
+    job = ExportJob(path=directory, format=ACCELERATE)
+
+    def attempt(catalogue: Catalogue) -> Exported:
+        # With the name that was read first: if it is gone by now, the directory was deleted, and is not made again.
+        return write(catalogue, catalogue.find(named.which), job, named)
+
     try:
-        export(arguments["place"], directory, which=named.which, format=ACCELERATE, storage_options=options)
+        retry_if_deleted(open_storage(arguments["place"], options=options), attempt)
     except (LazySnapError, OSError) as error:
         if named_in(directory) == named:
             sys.stdout.write(Redaction(options).clean(error))

@@ -152,7 +152,7 @@ def _foreign(path: str) -> str:
     if stat.S_ISLNK(facts.st_mode):
         return "it is a symbolic link"
     if stat.S_ISREG(facts.st_mode):
-        if _is_exported_file(path):
+        if _has_format_of_exports(path):
             return ""
         return "it is a file that no export wrote"
     if not stat.S_ISDIR(facts.st_mode):
@@ -170,7 +170,7 @@ def _foreign(path: str) -> str:
     return ""
 
 
-def _is_exported_file(path: str) -> bool:
+def _has_format_of_exports(path: str) -> bool:
     """True if it is a safetensors file, a zip file of ``torch.save``, or empty."""
     start = _read_start(path, 4096)
     if start.startswith(_ZIP):

@@ -26,7 +26,7 @@ def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
     Raises: ConfigError, if there are none below ``only``; FormatError, if two get one name.
     """
     paths = list(_tensors(state, ()))
-    prefix = place_of_weights(state, only)
+    prefix = path_of_weights(state, only)
     chosen: dict[str, str] = {}
     for path, name in paths:
         text = ".".join(path)
@@ -45,7 +45,7 @@ def chosen_tensors(state: Any, only: str | None) -> dict[str, str]:
     return chosen
 
 
-def place_of_weights(state: Any, only: str | None) -> str | None:
+def path_of_weights(state: Any, only: str | None) -> str | None:
     """Return the path in a state below which weights are chosen; ``None``: everywhere."""
     if only is not None:
         return only

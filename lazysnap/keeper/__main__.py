@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--trainer", type=int, help="descriptor of a connection to the trainer that starts it")
     parser.add_argument("--foreground", action="store_true", help="do not detach")
     arguments = parser.parse_args()
-    # These signals may reach the whole job, also during this start; ``run_keeper`` handles them.
+    # These signals may reach the whole job, also during this start; ``Keeper.run`` handles them.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGUSR1])
     if not arguments.foreground:
         _detach()
@@ -39,7 +39,7 @@ def main() -> None:
         listener = lock.bind()
     listener.listen(64)
     # Imported after detaching: the import takes a while, and a launcher that ends may kill its children.
-    from lazysnap.keeper.loop import run_keeper
+    from lazysnap.keeper.loop import Keeper
     from lazysnap.keeper.trouble import Trouble
 
     trouble = Trouble(files.log_path)
@@ -48,7 +48,7 @@ def main() -> None:
         _name_process()
         for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
             signal.signal(ignored, signal.SIG_IGN)
-        status = run_keeper(listener, lock, trainer, trouble)
+        status = Keeper(lock, trouble).run(listener, trainer)
         if status == 0:
             lock.remove()
     except Exception:

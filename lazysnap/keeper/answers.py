@@ -67,7 +67,7 @@ class Answers:
         """Accept the question whether the keeper can end. It is answered later."""
         self._stop = (connection, question)
 
-    def settle_stop(self) -> bool:
+    def decide_stop(self) -> bool:
         """Refuse the question whether the keeper can end, if it must stay.
 
         Returns: True, once, if the keeper must end. ``finish`` then answers.

@@ -70,7 +70,7 @@ class KeeperClient:
         error = self._link.error
         if error is not None:
             raise error
-        if self._link.is_left:
+        if self._link.is_leaving:
             raise KeeperError("this connection was closed: make another client")
         raise KeeperError(f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s")
 
@@ -143,12 +143,15 @@ class KeeperClient:
     # Memory
 
     def ask_memory(self, wish: MemoryWish | None) -> None:
-        """Request slots, or none. Does not block: they appear in ``slots``, or ``state`` has the reason for a
-        refusal.
-        """
+        """Request slots, or none. Does not block: see ``slots`` and ``memory_refusal``."""
         if wish is not None:
             self._link.slots.want()
         self._link.update(structs.replace, memory=wish)
+
+    @property
+    def memory_refusal(self) -> str:
+        """Why there is no memory for the next slot, or a slot is of no use; empty otherwise. Hot."""
+        return self._link.state.memory_refusal or self._link.slots.problem
 
     def make_ready(self, work: Callable[[TrainerSlot], None]) -> None:
         """Call ``work`` in the background for every slot, after ``populate`` and before ``slots`` shows it."""

@@ -170,7 +170,7 @@ class EventFileWriter:
             data = b"".join(map(encode, self._facts.as_of(time.time()))) + data
         append(path, data)
         for event in events:
-            self._facts.take(event)
+            self._facts.note(event)
         if self._copy is not None:
             self._copy.is_behind = True
 
@@ -185,7 +185,7 @@ class _FileStart:
         self._trainers: dict[str, TrainerStarted] = {}
         """By rank and start."""
 
-    def take(self, event: Event) -> None:
+    def note(self, event: Event) -> None:
         """Update this with a written event."""
         if isinstance(event, KeeperStarted):
             self._keeper = event

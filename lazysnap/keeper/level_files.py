@@ -36,7 +36,7 @@ class LevelFiles:
 
         files = LevelFiles(settings, index=0, faster=())
         storage = files.open(control.beat)
-        listed = files.find(storage, task)
+        listed = files.list_snapshots(storage, task)
     """
 
     def __init__(self, settings: JobSettings, index: int, faster: Sequence["LevelFiles"]) -> None:
@@ -151,7 +151,7 @@ class LevelFiles:
 
     # Listing
 
-    def find(self, storage: Storage, task: ListLevel) -> Listed:
+    def list_snapshots(self, storage: Storage, task: ListLevel) -> Listed:
         """Return the snapshots of the run, by their manifests and the sizes of their files. Raises: LevelError."""
         stored: list[StepKey] = []
         leftovers: list[StepKey] = []

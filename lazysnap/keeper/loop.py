@@ -74,34 +74,19 @@ _MAX_ROUNDS = 16
 """Maximum times that the words are read again for one event. The next event continues."""
 
 
-def run_keeper(
-    listener: socket.socket, lock: KeeperLock, trainer: socket.socket | None = None, trouble: Trouble | None = None
-) -> int:
-    """Serve one job on this node until it is over.
-
-    Args:
-        listener: a socket that listens at the job's path.
-        lock: the lock of the job, which this process holds.
-        trainer: connection to the trainer that started this process.
-        trouble: the errors that are reported to trainers.
-
-    Returns: the exit status: 0 once the job is over, 1 after an error. After an error the trainers hand their memory to
-    the next keeper.
-    """
-    keeper = Keeper(lock, trouble)
-    keeper.listen(listener)
-    if trainer is not None:
-        keeper.connect(trainer)
-    return keeper.run()
-
-
 class Keeper:
     """Carries out the decisions of the core. Everything runs on the loop's thread, unless documented otherwise.
 
     One part of the keeper handles each action of the core.
     """
 
-    def __init__(self, lock: KeeperLock, trouble: Trouble | None) -> None:
+    def __init__(self, lock: KeeperLock, trouble: Trouble) -> None:
+        """Begin without connections.
+
+        Args:
+            lock: the lock of the job, which this process holds.
+            trouble: the errors that are reported to trainers.
+        """
         self._lock = lock
         self._trouble = trouble
         self._loop = asyncio.new_event_loop()
@@ -131,25 +116,27 @@ class Keeper:
         self._events = EventLog()
         self._answers = Answers(self._core, self._slots, self._connections, self._others, self._events)
 
-    def listen(self, listener: socket.socket) -> None:
-        """Accept connections at the listener."""
+    def run(self, listener: socket.socket, trainer: socket.socket | None = None) -> int:
+        """Serve the job until it is over.
+
+        Args:
+            listener: a socket that listens at the job's path.
+            trainer: connection to the trainer that started this process.
+
+        Returns: the exit status: 0 once the job is over, 1 after an error. After an error the trainers hand their
+            memory to the next keeper.
+        """
         self._connections.listen(listener)
-
-    def connect(self, trainer: socket.socket) -> None:
-        """Serve the trainer at the other end."""
-        self._connections.add(trainer)
-
-    def run(self) -> int:
-        """Serve the job until it is over. Returns: the exit status."""
+        if trainer is not None:
+            self._connections.add(trainer)
         self._loop.add_reader(self._wake, self._woken)
         self._loop.add_signal_handler(signal.SIGTERM, self._handle, PlainEvent.TERMINATED)
         # Slurm sends SIGTERM to all processes of a step; it is meant for trainers
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM, signal.SIGUSR1])
         self._loop.call_later(REFRESH_S, self._refresh_lock)
-        if self._trouble is not None:
-            self._trouble.notify = self._trouble_came
-            self._loop.call_soon(self._report_trouble)
+        self._trouble.notify = self._trouble_came
+        self._loop.call_soon(self._report_trouble)
         self._loop.call_soon(self._set_timer)
         faults.point("keeper.started")
         self._loop.run_forever()
@@ -230,7 +217,6 @@ class Keeper:
         self._loop.call_soon_threadsafe(self._report_trouble)
 
     def _report_trouble(self) -> None:
-        assert self._trouble is not None, "it was reported by it"
         while not self._trouble.texts.empty():
             self._handle(KeeperTrouble(self._trouble.texts.get()))
 
@@ -240,8 +226,6 @@ class Keeper:
         self._is_ending = True
         loop.stop()
         logger.error("the keeper ends: %s", context.get("message"), exc_info=context.get("exception"))
-        if self._trouble is None:
-            return
         alerts = []
         while not self._trouble.texts.empty():
             alerts.append(KeeperAlert("keeper", self._trouble.texts.get()))
@@ -293,20 +277,19 @@ class Keeper:
         self._loop.stop()
 
     def _set_awaited_step(self, step: int | None) -> None:
-        self._node_page.await_step(step)
+        self._node_page.set_awaited_step(step)
         self._must_observe = True  # the step may have begun just before
 
     def _set_word(self, action: VoidSlot | Hold | Release) -> None:
         slot = self._slots.find(action.rank, action.slot_id)
         if slot is None:
             return  # freed after the core saw it
+        self._must_observe = True
         match action:
             case VoidSlot():
                 slot.void(action.sequence)
-                self._must_observe = True
             case Hold():
                 slot.hold(action.sequence, self._slots.of_rank(action.rank), action.num_kept)
-                self._must_observe = True
                 faults.point("keeper.slot_held")
             case Release():
                 slot.release()
@@ -417,5 +400,5 @@ class Keeper:
 
     def _answer_stop(self) -> None:
         """Answer the question whether the keeper can end, once that is known, and end it in that case."""
-        if self._answers.settle_stop():
+        if self._answers.decide_stop():
             self._loop.call_soon(self._handle, PlainEvent.TERMINATED)

@@ -3,6 +3,7 @@
 ::
 
     keeper ──descriptor──> mapped ──populate, make_ready, in the background──> ready ──remove──> unmapped
+                                            └──fails: again after a pause
 
 Slots stay mapped when their keeper dies: the next one gets them.
 """
@@ -21,6 +22,8 @@ from lazysnap.memory.words import NodePage, SlotWord
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
+_AGAIN_S = 5.0
+"""Seconds until a slot that could not be populated is tried again: other processes may end."""
 _NUM_DOORBELL_DESCRIPTORS = 2
 
 
@@ -35,7 +38,7 @@ class MappedSlots:
     """
 
     def __init__(self, on_ready: Callable[[], None]) -> None:
-        """``on_ready``: called in the background, without a lock, whenever a slot became ready."""
+        """``on_ready`` is called in the background, without a lock, when a slot became ready, or there is a problem."""
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self.all: tuple[TrainerSlot, ...] = ()
@@ -48,19 +51,35 @@ class MappedSlots:
         """Called in the background for a populated slot, before it counts as ready."""
         self._waiting: list[TrainerSlot] = []
         """Slots that are not populated yet."""
+        self._mapping_problem = ""
+        """Why a slot of this connection cannot be mapped."""
+        self._populating_problem = ""
+        """Why the slot that was tried last cannot be populated; empty if no slot waits."""
         self._is_wanted = False
         self._populating: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    @property
+    def problem(self) -> str:
+        """Why a slot of the keeper is of no use now; empty if none is known. Hot."""
+        return self._mapping_problem or self._populating_problem
+
+    def begin_connection(self) -> None:
+        """Note that a keeper is going to send all of its slots: what could not be mapped before may be mapped now."""
+        self._mapping_problem = ""
 
     def map(self, descriptor: int, returned: Collection[int] = ()) -> None:
-        """Map a slot, unless it is mapped already. Owns ``descriptor``, and closes it if it is not needed.
+        """Map a slot, unless it is mapped already. A slot that cannot be mapped is a ``problem``.
 
         Args:
-            descriptor: descriptor of the slot.
-            returned: ids of slots that are no longer needed.
-
-        Raises: FormatError or OSError, if it cannot be mapped.
+            descriptor: descriptor of the slot, which belongs to this object from now on.
+            returned: ids of slots that are not wanted any more.
         """
-        slot = TrainerSlot.attach(descriptor)
+        try:
+            slot = TrainerSlot.attach(descriptor)
+        except (FormatError, OSError) as error:
+            self._mapping_problem = f"a slot of the keeper cannot be mapped: {error}"
+            return
         with self._lock:
             mapped_ids = {mapped.slot_id for mapped in self.all}
             is_new = slot.slot_id not in mapped_ids and slot.slot_id not in returned
@@ -102,16 +121,23 @@ class MappedSlots:
             self.ready = ()
             self._waiting = []
             populating = self._populating
+        self._closed.set()
         if populating is not None:
             populating.join(_JOIN_S)
         for slot in slots:
             slot.close()
 
     def _begin_populating(self) -> None:
-        """Begin the background work, if any. The caller has the lock."""
-        if self._is_wanted and self._waiting and self._populating is None:
-            self._populating = threading.Thread(target=self._populate_all, name="lazysnap-populate", daemon=True)
-            self._populating.start()
+        """Begin the background work, if there is any. The caller has the lock."""
+        if not self._is_wanted or not self._waiting or self._populating is not None:
+            return
+        thread = threading.Thread(target=self._populate_all, name="lazysnap-populate", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the machine has no thread left; the next wish tries again
+            self._populating_problem = f"slots cannot be made ready: {error}"
+            return
+        self._populating = thread
 
     def _populate_all(self) -> None:
         """Make slots ready, one after the other, until none is waiting."""
@@ -119,26 +145,34 @@ class MappedSlots:
             with self._lock:
                 if not self._waiting:
                     self._populating = None
+                    self._populating_problem = ""
                     return
                 slot = self._waiting.pop(0)
-            if self._populate(slot):
-                with self._lock:
-                    if slot in self.all:
-                        self.ready = (*self.ready, slot)
-                self._on_ready()
-            del slot  # it may have been removed, and must not stay mapped
+            problem = self._populate(slot)
+            with self._lock:
+                if slot not in self.all:  # it was removed meanwhile
+                    problem = ""
+                elif problem:
+                    self._waiting.append(slot)
+                else:
+                    self.ready = (*self.ready, slot)
+                self._populating_problem = problem
+            del slot  # it may have been removed meanwhile, and nothing may keep it mapped
+            self._on_ready()
+            if problem:
+                self._closed.wait(_AGAIN_S)
 
-    def _populate(self, slot: TrainerSlot) -> bool:
-        """Populate a slot. Returns: False if that is impossible."""
+    def _populate(self, slot: TrainerSlot) -> str:
+        """Put the pages of a slot in place. Returns: why that is impossible now; empty if it was done."""
         try:
             slot.populate()
+        except (OSError, ValueError) as error:  # no memory for page tables, or closed meanwhile
+            return f"a slot cannot be mapped in full: {error}; free memory, or use a larger machine"
+        try:
             self.make_ready(slot)
-        except (OSError, ValueError) as error:  # no memory for page tables, or closed
-            logger.debug("a slot cannot be populated: %s", error)
-            return False
         except Exception as error:  # noqa: BLE001  the last handler of the thread: a capture tries once more
             logger.warning("a slot could not be made ready: %s: %s", type(error).__name__, error)
-        return True
+        return ""
 
 
 class Doorbell:
@@ -148,7 +182,7 @@ class Doorbell:
 
     Example::
 
-        doorbell = Doorbell.take(keeper_pid, descriptors)
+        doorbell = Doorbell.attach(keeper_pid, descriptors)
         doorbell.ring(step=7)
     """
 
@@ -159,8 +193,8 @@ class Doorbell:
         weakref.finalize(self, _close_doorbell, page, event).atexit = False
 
     @classmethod
-    def take(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
-        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are missing."""
+    def attach(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
+        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are not there."""
         if len(descriptors) < _NUM_DOORBELL_DESCRIPTORS:
             raise KeeperError(f"keeper {keeper_pid} sent no page of its words; end it with `kill {keeper_pid}`")
         try:

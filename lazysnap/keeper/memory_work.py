@@ -29,7 +29,7 @@ class MemoryWork:
         post: Callable[[Event], None],
         slot_made: Callable[[int, KeeperSlot], None],
     ) -> None:
-        """Begin without a thread.
+        """Begin the thread: one that could not be started later would end the keeper.
 
         Args:
             slots: all slots of the node.
@@ -41,17 +41,11 @@ class MemoryWork:
         self._call_soon = call_soon
         self._post = post
         self._slot_made = slot_made
-        self._thread: threading.Thread | None = None
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_resting = False
         """True while nobody trains, so that nothing is written into the slots."""
         self._is_computing = False
-
-    def _submit(self, work: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="memory", daemon=True)
-            self._thread.start()
-        self._work.put(work)
+        threading.Thread(target=self._run, name="memory", daemon=True).start()
 
     def _run(self) -> None:
         """Do all waiting work. Each piece handles its own errors."""
@@ -65,7 +59,7 @@ class MemoryWork:
     def make_slot(self, action: MakeSlot) -> None:
         """Make a slot. ``slot_made`` is called, or ``MemoryRefused`` is posted."""
         slots = self._slots.of_rank(action.rank)
-        self._submit(functools.partial(self._allocate, action, slots))
+        self._work.put(functools.partial(self._allocate, action, slots))
 
     def _allocate(self, action: MakeSlot, slots: list[KeeperSlot]) -> None:
         """Make a slot. On the thread of memory."""
@@ -94,18 +88,18 @@ class MemoryWork:
         if next_slot is not None:
             self._is_computing = True
             slot, view = next_slot
-            self._submit(functools.partial(self._compute, slot, view))
+            self._work.put(functools.partial(self._compute, slot, view))
 
     def _compute(self, slot: Slot, view: SlotView) -> None:
         """Compute the checksums of a capture. On the thread of memory."""
         checksums = None
         try:
-            checksums = compute_checksums(slot, view, self._is_over)
+            checksums = compute_checksums(slot, view, self._must_stop)
         except Exception:  # the last handler of this work; without checksums a restart verifies less
             logger.exception("checksums of captures")
         self._call_soon(functools.partial(self._computed, slot, view, checksums))
 
-    def _is_over(self) -> bool:
+    def _must_stop(self) -> bool:
         return not self._is_resting
 
     def _computed(self, slot: Slot, view: SlotView, checksums: Checksums | None) -> None:

@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 AHEAD_S = 10.0
 """Seconds that a node waits until another one begins to capture the step."""
+_PIECE_BYTES = 16 << 20
+"""Memory that is zeroed at a time."""
 Result = TypeVar("Result")
 
 
@@ -84,20 +86,27 @@ class ParityStore:
         self._spare: list[memoryview] = []
         """Memory of the last released parity, for the next one."""
 
-    def buffers(self, count: int, size_bytes: int) -> list[memoryview]:
-        """Return zeroed memory for the files of that many stripes. Blocks. Raises: MemoryBoundExceeded."""
+    def buffers(self, count: int, size_bytes: int, beat: Callable[[], None]) -> list[memoryview]:
+        """Return zeroed memory for the files of that many stripes, with all pages in place.
+
+        Blocks: ``beat`` is called again and again, and ends the call by what it raises. Raises: MemoryBoundExceeded.
+        """
         with self._lock:
             spare = self._spare
             self._spare = []
         buffers = [buffer for buffer in spare if len(buffer) == size_bytes][:count]
         del spare  # memory of another size is returned to the machine first
         for buffer in buffers:
-            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), 0, size_bytes)
+            for _ in _zero(buffer):
+                beat()
         num_missing = count - len(buffers)
-        if num_missing:
-            NODE.check(num_missing * size_bytes, "parity for other nodes")
-        for _ in range(num_missing):
-            buffers.append(map_anonymous(size_bytes))
+        with NODE.reserved(num_missing * size_bytes, "parity for other nodes") as populated:
+            for _ in range(num_missing):
+                buffer = map_anonymous(size_bytes)
+                for piece_bytes in _zero(buffer):
+                    populated(piece_bytes)
+                    beat()
+                buffers.append(buffer)
         return buffers
 
     def add(self, parity: ParitySet) -> None:
@@ -140,6 +149,15 @@ class ParityStore:
                 if (parity.description.start, parity.description.step) == (start, step):
                     return parity
         return None
+
+
+def _zero(buffer: memoryview) -> Iterator[int]:
+    """Write zeros, which puts pages in place. Yields the bytes of each piece once they are written."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    for offset in range(0, len(buffer), _PIECE_BYTES):
+        piece_bytes = min(_PIECE_BYTES, len(buffer) - offset)
+        ctypes.memset(address + offset, 0, piece_bytes)
+        yield piece_bytes
 
 
 @dataclass
@@ -302,15 +320,15 @@ class GroupReader:
         pieces = Pieces(
             self._group, tuple(member.size_bytes for member in description.members), description.block_bytes
         )
-        places = self._group.parities(self._position)
-        files = self._context.store.buffers(len(places), pieces.stripe_bytes)
+        stripe_rows = self._group.parities(self._position)
+        files = self._context.store.buffers(len(stripe_rows), pieces.stripe_bytes, self._control.beat)
         stripes = []
-        for (number, row), file in zip(places, files, strict=True):
+        for (number, row), file in zip(stripe_rows, files, strict=True):
             stripes.append(_Stripe(pieces, number, row, file))
         subject = PartOf(description.start, description.step, description.most_lost)
         self._of_all(partial(self._add_pieces, subject, stripes))
         for stripe in stripes:
-            stripe.finish()
+            stripe.finish(self._control.beat)
         return ParitySet(description, {stripe.number: stripe.file for stripe in stripes})
 
     def _add_pieces(self, subject: PartOf, stripes: "Sequence[_Stripe]", position: int) -> None:
@@ -380,9 +398,10 @@ class _Stripe:
         offset = self._pieces.checksum_at(column, block)
         self.file[offset : offset + CHECKSUM_BYTES] = checksum.to_bytes(CHECKSUM_BYTES, "little")
 
-    def finish(self) -> None:
-        """Record the checksums of the parity after all blocks were added."""
+    def finish(self, beat: Callable[[], None]) -> None:
+        """Record the checksums of the parity after all blocks were added. ``beat`` is called before each one."""
         block_bytes = self._pieces.block_bytes
         for block in range(self._pieces.num_blocks):
+            beat()
             parity = self.file[block * block_bytes : (block + 1) * block_bytes]
             self._set_checksum(self._pieces.group.pieces, block, xxhash.xxh3_64_intdigest(parity))

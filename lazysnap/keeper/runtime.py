@@ -7,7 +7,7 @@
         keeper-KEY.sock      the keeper listens here
         keeper-KEY.log       errors of the keeper
         events-RUN-….jsonl   events of a run whose first level is at a URL (``keeper.event_file``)
-        SPACE.PID.START/     the warm parents of a process, with its PID namespace and start (``warm.place``)
+        SPACE.PID.START/     the warm parents of a process, with its PID namespace and start (``warm.directories``)
         PROGRAM.imports      the modules that a warm start of a program imports first
         PROGRAM.left-out     the modules that it must not import first
 
@@ -27,8 +27,8 @@ import time
 
 from lazysnap.errors import KeeperError
 from lazysnap.shard.names import parse_events_file_name
-from lazysnap.warm import place
-from lazysnap.warm.place import ENVIRONMENT
+from lazysnap.warm import directories
+from lazysnap.warm.directories import ENVIRONMENT
 
 _LONGEST_PATH = 107
 """Maximum bytes of the path of a socket."""
@@ -42,7 +42,7 @@ _FILE_NAME = re.compile(r"keeper-[0-9a-f]{16}\.(lock|log)")
 def runtime_directory() -> pathlib.Path:
     """Return the directory, created if necessary. Raises: KeeperError, if another user could write there."""
     try:
-        return pathlib.Path(place.runtime_directory())
+        return pathlib.Path(directories.runtime_directory())
     except PermissionError as error:
         raise KeeperError(str(error)) from error
 

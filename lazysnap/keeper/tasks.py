@@ -85,7 +85,7 @@ class TaskControl:
             self._post(TaskMoved(self.task.level, self.task.number))
 
     def count(self, num_bytes: int) -> None:
-        """Count moved bytes, on any thread. See ``levels.source.Progress``."""
+        """Count bytes that were moved, on any thread. See ``levels.source.ByteCounter``."""
         with self._counting:
             self.moved_bytes += num_bytes
 
@@ -137,7 +137,7 @@ def _do_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskContr
         case WriteLevel():
             return _write(task, files, slots, control)
         case ListLevel():
-            return files.find(files.open(control.beat), task)
+            return files.list_snapshots(files.open(control.beat), task)
         case DeleteFiles():
             files.delete(files.open(control.beat), task.keys)
         case SetNames():

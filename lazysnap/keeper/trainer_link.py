@@ -21,7 +21,7 @@ from typing import Concatenate, ParamSpec
 from msgspec import structs
 
 from lazysnap.core.messages import Farewell, KeeperState, TrainerState
-from lazysnap.errors import FormatError, JobBusy, KeeperError
+from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.mapped_slots import Doorbell, MappedSlots
 from lazysnap.keeper.questions import Answer, Question
@@ -140,13 +140,12 @@ class TrainerLink:
         """The state that was sent last."""
         self._asked: set[int] = set()
         """Numbers of the questions that were sent."""
-        self._mapping_problem = ""
         _live_links.add(self)
 
     # Any thread
 
     @property
-    def is_left(self) -> bool:
+    def is_leaving(self) -> bool:
         """True once this trainer leaves or has left."""
         return self._leave_by_s is not None
 
@@ -160,11 +159,16 @@ class TrainerLink:
         with self._changed:
             is_running = self._thread is not None and self._thread.is_alive()
             is_trying = is_running and self.error is None
-            if is_trying or self.is_left:
+            if is_trying or self.is_leaving:
                 return
             self.error = None
-            self._thread = threading.Thread(target=self._run, name="lazysnap-keeper", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="lazysnap-keeper", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the machine has no thread left
+                self._give_up(KeeperError(f"no keeper can be connected: {error}"))
+                return
+            self._thread = thread
 
     def update(
         self, change: Callable[Concatenate[TrainerState, P], TrainerState], *arguments: P.args, **fields: P.kwargs
@@ -185,7 +189,7 @@ class TrainerLink:
         while True:
             with self._changed:
                 num_seen = self._num_changes
-                is_hopeless = self.error is not None or self.is_left
+                is_hopeless = self.error is not None or self.is_leaving
             if is_true(self.state):
                 return True
             with self._changed:
@@ -320,13 +324,13 @@ class TrainerLink:
         self._channel = served.channel
         self._sent = served.sent
         self._asked = set()
-        self._mapping_problem = ""
+        self.slots.begin_connection()
         frames = list(served.frames)
         try:
             first = next(frame for frame in frames if frame.message is served.state)
-            doorbell = Doorbell.take(served.state.pid, first.descriptors)
+            doorbell = Doorbell.attach(served.state.pid, first.descriptors)
             while frames:
-                self._take(frames.pop(0))
+                self._receive(frames.pop(0))
         finally:
             for frame in frames:
                 frame.close()
@@ -373,7 +377,7 @@ class TrainerLink:
                 self.is_silent = silence.is_silent
                 self._notify()
             while frames:
-                self._take(frames.pop(0))
+                self._receive(frames.pop(0))
 
     def _wait_for_end(self, channel: Channel) -> None:
         """Block until the keeper closes the connection, at most ``_END_S``. The last event is written then."""
@@ -413,12 +417,13 @@ class TrainerLink:
             return Question(about="memory", local_rank=local_rank)
         return None
 
-    def _take(self, frame: Frame) -> None:
+    def _receive(self, frame: Frame) -> None:
         """Handle a message of the keeper. After a refusal the keeper closes the connection."""
         message = frame.message
         if isinstance(message, KeeperState) and not message.refusal:
-            self._map_all(frame.descriptors)
-            self._take_state(message)
+            while frame.descriptors:
+                self.slots.map(frame.descriptors.pop(0), self.trainer.returned)
+            self._replace_state(message)
         elif isinstance(message, Answer):
             with self._changed:
                 if message.number in self._answers:
@@ -426,18 +431,8 @@ class TrainerLink:
         frame.close()
         self._notify()
 
-    def _map_all(self, descriptors: list[int]) -> None:
-        """Map slots. A slot that cannot be mapped counts as refused memory, so that the reason is reported."""
-        while descriptors:
-            try:
-                self.slots.map(descriptors.pop(0), self.trainer.returned)
-            except (FormatError, OSError) as error:
-                self._mapping_problem = f"a slot of the keeper cannot be mapped: {error}"
-
-    def _take_state(self, state: KeeperState) -> None:
+    def _replace_state(self, state: KeeperState) -> None:
         """Replace the keeper's state, and drop answered requests from the trainer's state."""
-        if self._mapping_problem and not state.memory_refusal:
-            state = structs.replace(state, memory_refusal=self._mapping_problem)
         slot_ids = tuple(slot.slot_id for slot in self.slots.all)
         with self._changed:
             trainer = structs.replace(self.trainer, slots=slot_ids, waited_s=self.waited_s)

@@ -46,7 +46,7 @@ class Trouble(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Log an error, and send it to trainers, but the same error only rarely."""
         text = record.getMessage()
-        place = f"{record.filename}:{record.lineno}"
+        source_line = f"{record.filename}:{record.lineno}"
         error = None
         if record.exc_info:
             error = record.exc_info[1]
@@ -54,16 +54,16 @@ class Trouble(logging.Handler):
             text = f"{text}: {type(error).__name__}: {error}"
             frames = traceback.extract_tb(error.__traceback__)
             if frames:
-                place = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
+                source_line = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
         text = " ".join(text.split())
         log = self._write(record)
-        key = f"{record.msg} {type(error).__name__} {place}"
+        key = f"{record.msg} {type(error).__name__} {source_line}"
         now = time.monotonic()
         if now - self._sent_at.get(key, float("-inf")) >= _AGAIN_S:
             self._sent_at[key] = now
             self.texts.put(
                 f"an error in the keeper (process {os.getpid()} on {socket.gethostname()}, thread {record.threadName}, "
-                f"{place}): {text}; snapshots may not be stored or protected until it works again; {log}"
+                f"{source_line}): {text}; snapshots may not be stored or protected until it works again; {log}"
             )
             if self.notify is not None:
                 self.notify()

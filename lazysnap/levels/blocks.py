@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
-from lazysnap.levels.base import places_of
+from lazysnap.levels.node_base import places_of
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.source import Progress, map_anonymous, no_progress
+from lazysnap.levels.source import ByteCounter, map_anonymous, no_progress
 from lazysnap.levels.storage import Reader
 from lazysnap.levels.threads import in_threads
 from lazysnap.shard.checksum import BLOCK_BYTES, Checksums
@@ -227,7 +227,7 @@ class MemoryBlocks(Blocks):
 
 
 def read_node_file(
-    place: FilePlace, manifest: Manifest, *, skips_base: bool = False, progress: Progress = no_progress
+    place: FilePlace, manifest: Manifest, *, skips_base: bool = False, progress: ByteCounter = no_progress
 ) -> None:
     """Read a committed file, and compare every block with its checksum; with ``skips_base`` not those of its base.
 
@@ -264,7 +264,7 @@ def _discard(offset: int, data: memoryview) -> None:
     """Receive bytes that are read only to be compared. See ``WantedBytes.put``."""
 
 
-def fill(jobs: Mapping[Blocks, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
+def fill(jobs: Mapping[Blocks, Sequence[WantedBytes]], *, progress: ByteCounter = no_progress) -> None:
     """Read the wanted bytes of these shards. Blocks. Files that do not stay open are closed in the end.
 
     Raises: FormatError, naming file and block; LevelError; FileNotFoundError; as ``put`` and ``progress``.
@@ -284,7 +284,7 @@ def fill(jobs: Mapping[Blocks, Sequence[WantedBytes]], *, progress: Progress = n
 class _FileFill:
     """The wanted bytes of one file, by the blocks that have them."""
 
-    def __init__(self, blocks: Blocks, ranges: Sequence[WantedBytes], buffers: Buffers, progress: Progress) -> None:
+    def __init__(self, blocks: Blocks, ranges: Sequence[WantedBytes], buffers: Buffers, progress: ByteCounter) -> None:
         self._blocks = blocks
         self._pool = buffers
         self._progress = progress

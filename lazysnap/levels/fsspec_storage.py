@@ -38,6 +38,7 @@ class Abilities:
 
 
 _abilities: dict[str, Abilities] = {}
+"""By a digest of URL and options."""
 MAX_PARTS = 10_000
 """The most parts of an object that object stores allow."""
 
@@ -172,23 +173,28 @@ class FsspecStorage(Storage):
         return self._make(f"creating {path}", path, "open", "wb", block_size=part_bytes(size_bytes))
 
     def rename(self, old: str, new: str) -> None:
-        """Give a finished file its final name. An old file is deleted first: some places refuse to replace one."""
-        if self.exists(new):
+        """Give a finished file its final name. An old file is deleted first only if the place does not replace it."""
+        action = f"renaming {old}"
+        paths = (self._path(old), self._path(new))
+        is_present = self.exists(new)
+        try:
+            self._change(action, "mv", *paths)
+        except LevelError:
+            if not is_present or not self.exists(old):
+                raise
+        if is_present and self.exists(old):  # not every driver raises if the place refuses
             self.delete(new)
-        self._change(f"renaming {old}", "mv", self._path(old), self._path(new))
+            self._change(action, "mv", *paths)
 
     # ---------------------------------------------------------------- abilities of the place
 
-    def _place(self) -> str:
-        return digest(json.dumps([self.url, self._options], sort_keys=True, default=str).encode())
-
     def abilities(self) -> Abilities:
         """Return the behaviour of the place. Tested by a write, once per process. Raises: LevelError."""
-        place = self._place()
-        abilities = _abilities.get(place)
+        key = digest(json.dumps([self.url, self._options], sort_keys=True, default=str).encode())
+        abilities = _abilities.get(key)
         if abilities is None:
             abilities = self._try_out()
-            _abilities[place] = abilities
+            _abilities[key] = abilities
         return abilities
 
     def _try_out(self) -> Abilities:
@@ -388,7 +394,7 @@ class FsspecWriter:
             size = storage.size(path)
             if size != self._size:
                 raise LevelError(f"{storage.url}/{path}: {size} bytes arrived, {self._size} were sent")
-        except LevelError:
+        except (LevelError, FormatError):
             storage.delete(path)
             raise
         self._file = None

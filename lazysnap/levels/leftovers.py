@@ -16,7 +16,7 @@ from lazysnap import faults
 from lazysnap.errors import FormatError
 from lazysnap.levels.files import TEMPORARY
 from lazysnap.levels.storage import Storage, is_probe, os_errors_named
-from lazysnap.shard.limits import MAX_SMALL_OBJECT_BYTES
+from lazysnap.shard.limits import MAX_KEEP_FILE_BYTES
 from lazysnap.shard.names import (
     NodeName,
     is_directory_of_ours,
@@ -95,7 +95,7 @@ def _in_directory(storage: Storage, directory: str, names: Sequence[str], is_our
 def belongs_to_run(storage: Storage, path: str) -> bool:
     """True if a run wrote a ``keep-…`` object: its content is the run's id. Blocks. Raises: LevelError."""
     try:
-        return storage.size(path) <= MAX_SMALL_OBJECT_BYTES and is_id(storage.get(path).decode("ascii").strip())
+        return storage.size(path) <= MAX_KEEP_FILE_BYTES and is_id(storage.get(path).decode("ascii").strip())
     except (FileNotFoundError, FormatError, UnicodeDecodeError):
         return False
 

@@ -24,8 +24,8 @@ class Directory:
     """The names that were given to the snapshot."""
     bare: str = ""
     """The first file or base without a manifest; empty if each has one."""
-    mark: Any = None
-    """The id of a file system: distinguishes directories of the same name on different disks."""
+    stamp: Any = None
+    """See ``Storage.stamp``: distinguishes directories of the same name on different disks. ``None``: not asked for."""
 
     @property
     def snapshot(self) -> SnapshotName:
@@ -58,7 +58,7 @@ class Listing:
     problems: tuple[str, ...] = ()
 
 
-def list_names(storage: Storage, *, marked: bool = False) -> Listing:
+def list_names(storage: Storage, *, stamped: bool = False) -> Listing:
     """Return the names at a level. Blocks: one listing per directory.
 
     Raises: LevelError, if the level does not answer.
@@ -66,31 +66,31 @@ def list_names(storage: Storage, *, marked: bool = False) -> Listing:
     problems: list[str] = []
     directories = []
     for name in filter(is_directory_of_ours, storage.list()):
-        directory = list_directory(storage, name, problems, marked=marked)
+        directory = list_directory(storage, name, problems, stamped=stamped)
         if directory is not None:
             directories.append(directory)
     return Listing(tuple(directories), tuple(problems))
 
 
-def list_directory(storage: Storage, name: str, problems: list[str], *, marked: bool = False) -> Directory | None:
+def list_directory(storage: Storage, name: str, problems: list[str], *, stamped: bool = False) -> Directory | None:
     """Return the names in one directory; ``None``, if it was just deleted or cannot be listed.
 
     The error of a directory that cannot be listed is added to ``problems``.
     """
-    mark = None
+    stamp = None
     try:
         files = storage.list(name)
-        if marked:
-            mark = storage.stamp(name)
+        if stamped:
+            stamp = storage.stamp(name)
     except FileNotFoundError:
         return None
     except LevelError as error:
         problems.append(str(error))
         return None
-    return parse_directory(name, files, mark)
+    return parse_directory(name, files, stamp)
 
 
-def parse_directory(name: str, files: Sequence[str], mark: Any = None) -> Directory:
+def parse_directory(name: str, files: Sequence[str], stamp: Any = None) -> Directory:
     """Return a directory from the names of its files."""
     names = []
     committed = set()
@@ -108,7 +108,7 @@ def parse_directory(name: str, files: Sequence[str], mark: Any = None) -> Direct
         else:
             stored.append((node, file))
     bare = min((file for node, file in stored if node not in committed), default="")
-    return Directory(name, _ranges(committed), tuple(names), bare, mark)
+    return Directory(name, _ranges(committed), tuple(names), bare, stamp)
 
 
 def without_manifest(url: str, directory: Directory, consequence: str = "skipped") -> str:

@@ -431,6 +431,8 @@ class LocalStorage(Storage):
             # Checked under the lock, which a writer releases only after its commit.
             if unless is not None and self._path_exists(unless):
                 return False
+            if not is_file(handle, self._path(path)):
+                return False  # a writer has just replaced it
             self.delete(path)
             return True
         except OSError as error:

@@ -9,9 +9,9 @@ from functools import partial
 
 from lazysnap import faults
 from lazysnap.errors import FormatError, LevelError
-from lazysnap.levels.base import BlockPlaces, Ranges, base_of, places_of
 from lazysnap.levels.leftovers import is_stale
-from lazysnap.levels.source import BlockSource, Progress, no_progress
+from lazysnap.levels.node_base import BlockPlaces, Ranges, base_of, places_of
+from lazysnap.levels.source import BlockSource, ByteCounter, no_progress
 from lazysnap.levels.storage import Storage, Writer
 from lazysnap.levels.threads import in_threads
 from lazysnap.memory.capture_reader import CaptureAborted
@@ -175,7 +175,7 @@ def write_node_file(
     source: BlockSource,
     *,
     former: str | None = None,
-    progress: Progress = no_progress,
+    progress: ByteCounter = no_progress,
 ) -> Manifest:
     """Write and commit a node's file. After it returns, file and manifest are durable.
 
@@ -199,7 +199,7 @@ def write_node_file(
 class _FileWriter:
     """Writes one file of a node: its base, the file itself, the manifest."""
 
-    def __init__(self, place: FilePlace, source: BlockSource, progress: Progress) -> None:
+    def __init__(self, place: FilePlace, source: BlockSource, progress: ByteCounter) -> None:
         self._place = place
         self._source = source
         self._progress = progress

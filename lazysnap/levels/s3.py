@@ -105,7 +105,8 @@ class S3Driver(FsspecStore):
             settings["signature_version"] = botocore.UNSIGNED
         self._client = self._session.create_client("s3", config=Config(**settings), **client)
         self._bucket = bucket
-        self.place = (str(self._client.meta.endpoint_url), bucket)
+        self.address = (str(self._client.meta.endpoint_url), bucket)
+        """The endpoint, and the bucket there."""
         self.sends_checksums = config.get("request_checksum_calculation") != "when_required"
         """True if each object and part is sent with its checksum."""
         arguments: Any = {
@@ -124,7 +125,7 @@ class S3Driver(FsspecStore):
         """Return the settings of obstore. ``values``: arguments of botocore that obstore has, too."""
         style = (options.get("config_kwargs") or {}).get("s3") or {}
         is_virtual = style.get("addressing_style") == "virtual"
-        endpoint, bucket = self.place
+        endpoint, bucket = self.address
         if is_virtual:
             endpoint = endpoint.replace("://", f"://{bucket}.", 1)
         config = {
@@ -349,11 +350,11 @@ class S3Storage(FsspecStorage):
             driver: S3Driver = self._filesystem()
             if not driver.sends_checksums:
                 return False
-            if driver.place not in _compares:
-                _compares[driver.place] = self._call("trying it out", "compares_checksums", self._path(probe_name()))
-                if not _compares[driver.place]:
+            if driver.address not in _compares:
+                _compares[driver.address] = self._call("trying it out", "compares_checksums", self._path(probe_name()))
+                if not _compares[driver.address]:
                     logger.warning("%s: the server does not notice damaged parts; snapshots are read back", self.url)
-            return _compares[driver.place]
+            return _compares[driver.address]
         except (LevelError, FileNotFoundError):
             return False
 

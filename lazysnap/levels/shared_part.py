@@ -18,7 +18,7 @@ from lazysnap.shard.manifest import CaptureMeta
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Segment:
     """Bytes that are consecutive in the source and in the part."""
 
     start: int
@@ -74,15 +74,15 @@ class SharedPart:
         self._source = source
         self._header = map_anonymous(len(part.header))
         self._header[:] = part.header
-        self._runs: list[_Run] = []
+        self._segments: list[_Segment] = []
         for spec, start in zip(part.specs, part.offsets, strict=True):
             whole, offset_in_shard = layout.find(spec.name)
             row_bytes = 0
             if whole.shape:
                 row_bytes = whole.nbytes // max(1, whole.shape[0])
             source_offset = offset + offset_in_shard + first_rows[spec.name] * row_bytes
-            self._runs.append(_Run(start, source_offset, spec.nbytes))
-        self._starts = [run.start for run in self._runs]
+            self._segments.append(_Segment(start, source_offset, spec.nbytes))
+        self._starts = [segment.start for segment in self._segments]
 
     def view(self, offset: int, length: int) -> memoryview:
         """See ``BlockSource.view``. Return a copy."""
@@ -92,18 +92,18 @@ class SharedPart:
         out[: len(header)] = header
         index = -1
         block = memoryview(b"")
-        first_run = max(0, bisect.bisect_right(self._starts, offset) - 1)
-        for run in self._runs[first_run:]:
-            if run.start >= stop:
+        first_segment = max(0, bisect.bisect_right(self._starts, offset) - 1)
+        for segment in self._segments[first_segment:]:
+            if segment.start >= stop:
                 break
-            position = max(offset, run.start)
-            run_stop = min(stop, run.start + run.length)
-            while position < run_stop:
-                source_offset = run.source_offset + position - run.start
+            position = max(offset, segment.start)
+            segment_stop = min(stop, segment.start + segment.length)
+            while position < segment_stop:
+                source_offset = segment.source_offset + position - segment.start
                 if source_offset // BLOCK_BYTES != index:
                     index = source_offset // BLOCK_BYTES
                     block = self._block(index)
-                piece = block[source_offset - index * BLOCK_BYTES :][: run_stop - position]
+                piece = block[source_offset - index * BLOCK_BYTES :][: segment_stop - position]
                 out[position - offset : position - offset + len(piece)] = piece
                 position += len(piece)
         return out

@@ -7,12 +7,12 @@ from typing import Protocol
 from lazysnap.shard.layout import PAGE, Layout, join
 from lazysnap.shard.manifest import CaptureMeta, Shard
 
-Progress = Callable[[int], None]
-"""Receives the number of bytes of a piece that was read or written, on any thread. Its errors end the work."""
+ByteCounter = Callable[[int], None]
+"""Receives the number of bytes of a piece that was read or written, on any thread. What it raises ends the work."""
 
 
 def no_progress(num_bytes: int) -> None:
-    """Do nothing: a ``Progress`` for work that is not displayed."""
+    """Do nothing: a ``ByteCounter`` for work that is not displayed."""
 
 
 def map_anonymous(size_bytes: int) -> memoryview:

@@ -3,7 +3,7 @@
 The layout (docs/format.md)::
 
     step-00001000-<run>-<start>/node-00000-of-00001.safetensors     the shards of the ranks of a node
-    step-00001000-<run>-<start>/node-00000-of-00001.base            their frozen tensors (levels.base)
+    step-00001000-<run>-<start>/node-00000-of-00001.base            their frozen tensors (levels.node_base)
     step-00001000-<run>-<start>/node-00000-of-00001.json
     step-00001000-<run>-<start>/keep-before-anneal
 
@@ -25,7 +25,7 @@ from lazysnap.levels.leftovers import belongs_to_run
 from lazysnap.levels.listing import list_names
 from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.node_file import FilePlace, write_node_file
-from lazysnap.levels.source import BlockSource, Progress, no_progress
+from lazysnap.levels.source import BlockSource, ByteCounter, no_progress
 from lazysnap.levels.storage import Storage, os_errors_named
 from lazysnap.shard.manifest import Manifest, Shard
 from lazysnap.shard.names import SnapshotName, check_name, keep_file_name
@@ -62,7 +62,7 @@ def write_unless_committed(
     place: FilePlace,
     shards: Sequence[Shard],
     source: BlockSource,
-    progress: Progress = no_progress,
+    progress: ByteCounter = no_progress,
     *,
     former: str | None = None,
 ) -> Manifest:

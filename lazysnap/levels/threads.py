@@ -13,7 +13,7 @@ def in_threads(
     """Run tasks in at most ``count`` threads, the caller's included. Return their results, in order.
 
     A task is taken, in order, when a thread is free. Not ``ThreadPoolExecutor``: the interpreter joins its threads at
-    exit, and one that hangs in a dead file system would keep the process alive forever.
+    exit, and one that hangs in a dead file system would keep the process alive for ever.
 
     Blocks. Raises: the first error; no task starts after it.
 
@@ -49,7 +49,7 @@ def in_threads(
         thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # a limit of threads: the running ones do the work
+        except RuntimeError:  # a limit of threads: those that run do the work
             break
         threads.append(thread)
     work()
@@ -61,7 +61,7 @@ def in_threads(
 
 
 def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
-    """Wait for a thread, also after a Ctrl-C: its file must not be closed while it reads."""
+    """Wait for a thread, also after a Ctrl-C, which ends the run: its file must not be closed while it reads."""
     while thread.is_alive():
         try:
             thread.join()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from rich.filesize import decimal
 
 from lazysnap.errors import KeeperError
-from lazysnap.memory.limits import available_bytes
+from lazysnap.memory.available import available_bytes
 
 _RESERVE_BYTES = 256 << 20
 """Free memory that slots leave to the rest of the machine."""
@@ -44,12 +44,6 @@ class Budget:
 
     def _free_bytes(self) -> int:
         return max(0, available_bytes() - _RESERVE_BYTES - self._reserved - self._growth_bytes())
-
-    def check(self, size_bytes: int, purpose: str) -> None:
-        """Check that so much memory is free. ``purpose``: its use, for the message. Raises: MemoryBoundExceeded."""
-        free = self.free_bytes()
-        if size_bytes > free:
-            raise MemoryBoundExceeded(_shortage(size_bytes, free, purpose))
 
     @contextlib.contextmanager
     def reserved(self, size_bytes: int, purpose: str) -> Iterator[Callable[[int], None]]:

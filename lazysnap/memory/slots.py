@@ -36,7 +36,7 @@ import xxhash
 from lazysnap.errors import FormatError
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
 from lazysnap.memory.slot_files import is_allocated, make_file
-from lazysnap.memory.words import PAGE_BYTES, SEALS, SlotPage, SlotWord, is_sealed, word_bytes
+from lazysnap.memory.words import PAGE_BYTES, SEALS, SlotPage, SlotWord, has_fixed_size, word_bytes
 
 _MAGIC = 0x32544F4C53505A4C
 _CHUNK_BYTES = 16 << 20
@@ -69,7 +69,7 @@ class Slot:
         self.meta_capacity_bytes = self.words.meta_capacity_bytes
         self.image_capacity_bytes = self.words.image_capacity_bytes
         self._image_offset = PAGE_BYTES + self.meta_capacity_bytes
-        self.is_file = not is_sealed(descriptor)
+        self.is_file = not has_fixed_size(descriptor)
 
     @classmethod
     def attach(cls: type[AnySlot], descriptor: int) -> AnySlot:
@@ -128,8 +128,8 @@ class Slot:
         if offset >= stop:
             return memoryview(b"")
         first = offset - offset % PAGE_BYTES
-        place = self._image_offset + first
-        mapping = mmap.mmap(self.descriptor, stop - first, flags=mmap.MAP_PRIVATE, offset=place)
+        mapping_offset = self._image_offset + first
+        mapping = mmap.mmap(self.descriptor, stop - first, flags=mmap.MAP_PRIVATE, offset=mapping_offset)
         return memoryview(mapping)[offset - first :]
 
     def reading_descriptor(self) -> int:
@@ -222,7 +222,7 @@ class TrainerSlot(Slot):
         """Copy pieces of this process's memory into the image, one after the other. Other threads run meanwhile.
 
         Args:
-            offset: place of the first byte in the image.
+            offset: offset of the first byte in the image.
             length: bytes of all pieces together.
             pieces: address and length of each, of at most 1,024.
 
@@ -378,7 +378,7 @@ def _check_slot(descriptor: int) -> int:
     if not _is_memory(descriptor):
         if not is_allocated(descriptor):
             raise FormatError("a file that has a name, or not all of its blocks, is no slot")
-    elif not is_sealed(descriptor):
+    elif not has_fixed_size(descriptor):
         raise FormatError("shared memory whose size another process could change is no slot")
     return meta_capacity_bytes
 

@@ -198,7 +198,7 @@ class NodePage(WordPage):
     Example::
 
         page = NodePage.create()
-        page.await_step(7)
+        page.set_awaited_step(7)
         trainer_page = NodePage.attach(os.dup(page.descriptor))
         trainer_page.is_awaited(7)  # True
     """
@@ -228,7 +228,7 @@ class NodePage(WordPage):
         Raises: FormatError, if the descriptor is no node page of this version, or its size could change; OSError.
         """
         try:
-            is_page = is_sealed(descriptor) and os.fstat(descriptor).st_size == PAGE_BYTES
+            is_page = has_fixed_size(descriptor) and os.fstat(descriptor).st_size == PAGE_BYTES
             if not is_page or os.pread(descriptor, 8, 0) != word_bytes(_NODE_MAGIC):
                 raise FormatError("shared memory is no node page of this version; restart the keeper of this job")
             return cls(descriptor, mmap.mmap(descriptor, PAGE_BYTES))
@@ -238,8 +238,8 @@ class NodePage(WordPage):
 
     # The keeper
 
-    def await_step(self, step: int | None) -> None:
-        """Await the capture of ``step``, and later ones. None: await no capture."""
+    def set_awaited_step(self, step: int | None) -> None:
+        """Have trainers wake the keeper for the capture of ``step``, and later ones. None: for no capture."""
         word = _AWAITED_NONE
         if step is not None:
             word = step + 1
@@ -258,7 +258,7 @@ class NodePage(WordPage):
         os.close(self.descriptor)
 
 
-def is_sealed(descriptor: int) -> bool:
+def has_fixed_size(descriptor: int) -> bool:
     """True if this is shared memory whose size no process can change."""
     try:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)

@@ -128,13 +128,13 @@ def _eliminate(equations: list[list[int]], column: int) -> None:
     equations[pivot] = equations[column]
     equations[column] = pivot_equation
     divisor = pivot_equation[column]
-    for place, value in enumerate(pivot_equation):
-        pivot_equation[place] = quotient(value, divisor)
+    for index, value in enumerate(pivot_equation):
+        pivot_equation[index] = quotient(value, divisor)
     for equation in equations:
         factor = equation[column]
         if equation is not pivot_equation and factor != 0:
-            for place, value in enumerate(pivot_equation):
-                equation[place] ^= product(factor, value)
+            for index, value in enumerate(pivot_equation):
+                equation[index] ^= product(factor, value)
 
 
 def multiply_add(weight: int, data: "Buffer", out: "Buffer") -> None:

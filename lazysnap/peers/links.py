@@ -15,7 +15,7 @@ from collections.abc import Callable
 from msgspec import msgpack
 
 from lazysnap.core.actions import Event, PlainEvent
-from lazysnap.core.messages import Report
+from lazysnap.core.messages import COORDINATOR_NODE, Report
 from lazysnap.peers.listener import Deadlines
 from lazysnap.peers.messages import Hello, LinkMessage, StateMessage
 from lazysnap.peers.streams import Stream
@@ -119,7 +119,7 @@ class Links:
         Raises: Violation, if it belongs to another job, or connects to the wrong node; OSError; EOFError.
         """
         self._check(hello)
-        if self._me.node != 0 or not 0 < hello.node < self._num_nodes:
+        if self._me.node != COORDINATOR_NODE or not 0 < hello.node < self._num_nodes:
             raise Violation(f"node {hello.node} wants a link to node {self._me.node}; all nodes connect to node 0")
         await stream.send(self._me)
         await self._use(hello.node, stream, address)

@@ -10,6 +10,7 @@ import xxhash
 from msgspec import msgpack
 
 from lazysnap.errors import ConfigError, FormatError, KeeperError
+from lazysnap.memory.capture_reader import STALL_S
 from lazysnap.peers.messages import MAX_READ_BYTES, Answer, Block, PeerRefused, Read, Subject
 from lazysnap.peers.secret import handshake
 from lazysnap.peers.wire import (
@@ -24,8 +25,6 @@ from lazysnap.peers.wire import (
     receive_message,
 )
 
-PATIENCE_S = 300.0
-"""Seconds for which a reader asks again for bytes that are not there yet. A capture may stand still for so long."""
 _SHORTEST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.2
 """Seconds until bytes that were not there yet are requested again: the pause doubles from the first to the second."""
@@ -57,7 +56,7 @@ class PeerReader:
         *,
         beat: Callable[[], None] = do_nothing,
         timeout_s: float = 10.0,
-        patience_s: float = PATIENCE_S,
+        patience_s: float = STALL_S,
     ) -> None:
         """Set the keeper to read from. Does not block.
 
@@ -66,7 +65,8 @@ class PeerReader:
             address: where the keeper listens.
             beat: called repeatedly while bytes are not available yet. Its errors end the call.
             timeout_s: seconds after which a silent keeper counts as dead.
-            patience_s: seconds to wait for bytes that are not available yet.
+            patience_s: seconds to wait for bytes that are not available yet. Default: as long as a capture may stand
+                still.
         """
         self._secret = secret
         self._address = address

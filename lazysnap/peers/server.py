@@ -15,7 +15,7 @@ from typing import Any
 from msgspec import msgpack
 
 from lazysnap.core.actions import Event, PlainEvent
-from lazysnap.core.messages import PeerAddress, PeerSettings
+from lazysnap.core.messages import COORDINATOR_NODE, PeerAddress, PeerSettings
 from lazysnap.errors import ConfigError
 from lazysnap.peers.links import Links
 from lazysnap.peers.listener import ConnectionLimit, Deadlines, listener_at
@@ -26,7 +26,6 @@ from lazysnap.peers.wire import FAILURES, Violation, reason
 
 logger = logging.getLogger(__name__)
 
-COORDINATOR_NODE = 0
 _PORT_AGAIN_S = 0.1
 """Seconds between two attempts to use a port that is taken."""
 _ACCEPT_AGAIN_S = 1.0

@@ -69,7 +69,7 @@ def check_alike(settings: Sequence[Settings]) -> None:
             value = settings_of_rank.get(name)
             if value != expected[name]:
                 raise ConfigError(
-                    f"ranks 0 and {rank} have other settings: {name} is {expected[name]!r} and {value!r}; give "
+                    f"ranks 0 and {rank} have different settings: {name} is {expected[name]!r} and {value!r}; give "
                     "all ranks the same value (SnapshotConfig; the job's name may come from LAZYSNAP_JOB_ID), or no "
                     "snapshot would be complete"
                 )

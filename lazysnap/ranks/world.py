@@ -150,8 +150,9 @@ class World:
 
     def _all_gather(self, activity: str, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Return every rank's numbers. Raises: WaitTimeout. An error of any other call is not caught."""
-        received = [torch.zeros(len(numbers), dtype=torch.int32) for _ in range(self.size)]
-        sent = torch.tensor(numbers, dtype=torch.int32)
+        # On the CPU, which gloo exchanges, whatever torch.set_default_device() says.
+        received = [torch.zeros(len(numbers), dtype=torch.int32, device="cpu") for _ in range(self.size)]
+        sent = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         try:
             dist.all_gather(received, sent, group=self._group)
         except (RuntimeError, ValueError) as error:  # ValueError: the program destroyed all groups

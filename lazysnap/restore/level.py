@@ -18,7 +18,7 @@ from lazysnap.resolver import Entry, Inventory
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
 from lazysnap.snapshots.catalogue import Catalogue
-from lazysnap.snapshots.reader import OpenShard, open_shard
+from lazysnap.snapshots.reader import MOST_OPEN, OpenShard, open_shard
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -38,6 +38,8 @@ class Level:
         self._storage: Storage | None = None
         self._opening = threading.Lock()
         self._manifests: dict[str, Manifest] = {}
+        self._num_opened = 0
+        """Shards that were opened. Of many the first ones stay open until the end of the restart."""
 
     @property
     def url(self) -> str:
@@ -58,11 +60,11 @@ class Level:
         """Start to open the level: packages are imported, sessions made. Does not block."""
         Watchdog(lambda beat: self._open(), f"opening {self.url}", self._level.timeout_s)
 
-    def begin_names(self, *, marked: bool) -> Watchdog[Listing]:
+    def begin_names(self, *, stamped: bool) -> Watchdog[Listing]:
         """Start to list the names of the snapshots at the level. Does not block."""
 
         def names(storage: Storage) -> Listing:
-            return list_names(storage, marked=marked)
+            return list_names(storage, stamped=stamped)
 
         return self._begin("listing", names)
 
@@ -121,12 +123,15 @@ class Level:
             manifest = place.read_manifest()
             self._manifests[place.manifest_path] = manifest
         beat()
-        blocks = FileBlocks(place, manifest)
+        blocks = FileBlocks(place, manifest, stays_open=self._num_opened < MOST_OPEN)
+        self._num_opened += 1
         try:
-            return open_shard(entry.rank, blocks, verify=True)
+            shard = open_shard(entry.rank, blocks, verify=True)
         except BaseException:
             blocks.close()
             raise
+        blocks.release()
+        return shard
 
 
 def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], None]) -> list[SnapshotName]:
@@ -135,7 +140,7 @@ def whole_snapshots(levels: Sequence[PersistentLevel], note: Callable[[str], Non
     A level that does not answer is skipped; ``note`` receives a line about it. Blocks: all are listed at once, each at
     most ``timeout_s`` without progress.
     """
-    answers = [Level(level).begin_names(marked=False) for level in levels]
+    answers = [Level(level).begin_names(stamped=False) for level in levels]
     names = []
     for level, answer in zip(levels, answers, strict=True):
         try:

@@ -28,9 +28,9 @@ Made = dict[object, torch.Tensor]
 class PartReader:
     """Reads the part of a snapshot that this rank needs."""
 
-    def __init__(self, source: StateSource, world: World, sources: Sources, *, casts: bool) -> None:
+    def __init__(self, state_source: StateSource, world: World, sources: Sources, *, casts: bool) -> None:
         """``casts``: see ``check_fits``."""
-        self._source = source
+        self._state_source = state_source
         self._casts = casts
         self._world = world
         self._sources = sources
@@ -50,7 +50,7 @@ class PartReader:
             names = tensor_names(meta.state)
         except FormatError as error:
             return self._sources.refuse(chosen[own_rank], error)
-        live = LiveTensors(self._source, names, f"step {plan.step}", casts=self._casts)
+        live = LiveTensors(self._state_source, names, f"step {plan.step}", casts=self._casts)
         assembly = Assembly(own_rank, live.wanted_box)
         assembly.request(filter(live.is_wanted, names))
         order = nearest_first(chosen, *self._neighbours(plan), meta.replicas or ())

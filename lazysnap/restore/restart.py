@@ -145,7 +145,7 @@ def _with_findings(snapshot: Snapshot, search: "_Search", restart: Restart, choi
         run=short_ids(search.runs())[snapshot.run_id],
         new_run=new_run,
         repeats=repeats,
-        is_settled=is_newest and _is_settled(newest),
+        forbids_repeats=is_newest and _forbids_repeats(newest),
     )
 
 
@@ -198,7 +198,7 @@ def _new_run(world: World, runs: Sequence[str], newest: RestartPlan) -> NewRun:
     return NewRun(run_id, names[run_id], newest.key, names[newest.run_id])
 
 
-def _is_settled(newest: RestartPlan) -> bool:
+def _forbids_repeats(newest: RestartPlan) -> bool:
     """True if a slot of some rank forbids that a restart repeats its step."""
     return any(offers[0].is_repeatable is False for offers in newest.sources)
 

@@ -64,7 +64,7 @@ class Snapshot:
     """The end of the last trainer, for ``"latest"``, if its keeper still has it."""
     repeats: SnapshotKey | None = None
     """The newest snapshot, in memory, if this is the one before it: its step is repeated and compared."""
-    is_settled: bool = False
+    forbids_repeats: bool = False
     """True if memory has it and forbids repeating its step: the run was checked already, or the training ended
     there.
     """

@@ -202,7 +202,7 @@ class Survey:
         begun = {}
         for url, level in self._levels.items():
             if place.rank == 0 or (place.local_rank == 0 and is_path(url)):
-                begun[url] = level.begin_names(marked=is_path(url))
+                begun[url] = level.begin_names(stamped=is_path(url))
         for url, answer in begun.items():
             if _is_late(answer, deadline):
                 self.unanswered[url] = answer

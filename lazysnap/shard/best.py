@@ -61,7 +61,7 @@ class BestName:
         return self.metric, self.mode
 
     @property
-    def place(self) -> tuple[float, int]:
+    def sort_key(self) -> tuple[float, int]:
         """The sort key in its ranking: smallest for the best name. Of equal values the earlier step is better."""
         if self.mode == "max":
             return -self.value, self.step
@@ -75,11 +75,7 @@ def best_names(names: Iterable[str]) -> list[BestName]:
         best_name = BestName.parse(name)
         if best_name is not None:
             parsed.append(best_name)
-    return sorted(parsed, key=_place_of)
-
-
-def _place_of(name: BestName) -> tuple[float, int]:
-    return name.place
+    return sorted(parsed, key=operator.attrgetter("sort_key"))
 
 
 def has_name(names: Collection[str], choice: str) -> bool:
@@ -104,7 +100,7 @@ def best_first(named: Iterable[tuple[_Item, Collection[str]]]) -> list[_Item]:
         if BEST in names:
             called_best.append(item)
         elif ranked_names:
-            ranked.append((ranked_names[0].place, item))
+            ranked.append((ranked_names[0].sort_key, item))
     if called_best:
         return called_best
     if len(rankings) > 1:

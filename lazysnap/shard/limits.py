@@ -30,7 +30,7 @@ MAX_NAME = 4096
 MAX_NESTING = 312
 """Nested lists and objects in a manifest."""
 MAX_HEADER_NESTING = 3
-MAX_SMALL_OBJECT_BYTES = 4096
+MAX_KEEP_FILE_BYTES = 4096
 """The largest object that holds a name."""
 
 MAX_STATE_DEPTH = 100

@@ -163,7 +163,7 @@ class Manifest:
     checksums: Checksums
     created_ns: int
     base: tuple[tuple[int, int], ...] = ()
-    """Ranges of blocks, each the first and the one after the last, that are in the base: see ``levels.base``."""
+    """Ranges of blocks, each the first and the one after the last, that are in the base: see ``levels.node_base``."""
     written_bytes: int = field(default=0, compare=False)
     """Bytes that were just written for it, without an existing base. Not stored."""
 

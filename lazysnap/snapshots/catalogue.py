@@ -39,7 +39,7 @@ _NO_KEY = SnapshotKey("", -1, "", 0)
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Shard = tuple[Entry, Manifest]
+CommittedShard = tuple[Entry, Manifest]
 """One rank's shard, and the manifest of the file that holds it."""
 
 
@@ -60,7 +60,7 @@ class StoredSnapshot:
     """One snapshot of a level, complete or not."""
 
     key: SnapshotKey
-    shards: tuple[Shard, ...]
+    shards: tuple[CommittedShard, ...]
     is_complete: bool
     """True if a restart could restore it from this level alone."""
 
@@ -103,9 +103,9 @@ class StoredSnapshot:
         return sum(manifest.size_bytes for _, manifest in self.files)
 
     @property
-    def files(self) -> list[Shard]:
+    def files(self) -> list[CommittedShard]:
         """Its files, each with one of the shards in it."""
-        files: dict[str, Shard] = {}
+        files: dict[str, CommittedShard] = {}
         for entry, manifest in self.shards:
             files[entry.file] = (entry, manifest)
         return list(files.values())
@@ -282,7 +282,7 @@ class Catalogue:
                 run_ids.add(directory.snapshot.run_id)
         return short_ids(run_ids)
 
-    def shards(self, plan: RestartPlan) -> list[Shard]:
+    def shards(self, plan: RestartPlan) -> list[CommittedShard]:
         """Return the shard of each rank, from the first source of a plan of this catalogue."""
         shards = []
         for offers in plan.sources:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import Blocks, FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.source import Progress, no_progress
+from lazysnap.levels.source import ByteCounter, no_progress
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
@@ -21,7 +21,7 @@ from lazysnap.snapshots.catalogue import Catalogue, in_parallel
 
 _ATTEMPTS = 10
 """Maximum listings of a level, if listed files are deleted before they are opened."""
-_MOST_OPEN = 128
+MOST_OPEN = 128
 """Maximum open files of a snapshot. Each takes two descriptors of a process, which usually has 1,024."""
 
 Result = TypeVar("Result")
@@ -167,11 +167,11 @@ def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
-    """Read the headers of all shards; ``verify``: as ``open_shard``.
+    """Read the headers of all shards; ``verify``: as ``open_shard``, and no file stays open.
 
-    The files stay open until the snapshot is closed (up to a limit). If the storage allows, they can be read even after
-    retention deletes them. ``plan``: of this catalogue. Blocks. Raises: FormatError, naming a shard that is damaged;
-    LevelError; FileNotFoundError.
+    Otherwise files stay open until the snapshot is closed (of very many the first ones): where the place allows, they
+    can be read even if retention deletes them meanwhile. ``plan``: of this catalogue.
+    Blocks. Raises: FormatError, naming a shard that is damaged; LevelError; FileNotFoundError.
     """
     ranks: dict[FilePlace, list[int]] = defaultdict(list)
     files: dict[FilePlace, FileBlocks] = {}
@@ -179,13 +179,15 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         place = FilePlace.of(catalogue.storage, entry)
         ranks[place].append(entry.rank)
         if place not in files:
-            files[place] = FileBlocks(place, manifest, stays_open=len(files) < _MOST_OPEN)
+            files[place] = FileBlocks(place, manifest, stays_open=len(files) < MOST_OPEN)
     shards: dict[int, OpenShard] = {}
 
     def open_file(place: FilePlace) -> None:
         blocks = files[place]
         for rank in ranks[place]:
             shards[rank] = open_shard(rank, blocks, verify=verify)
+        if verify:
+            blocks.close()  # else it keeps the first block of each shard
         blocks.release()
 
     try:
@@ -220,7 +222,7 @@ def retry_if_deleted(storage: Storage, attempt: Callable[[Catalogue], Result]) -
     ) from last_error
 
 
-def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: Progress = no_progress) -> None:
+def read(jobs: Mapping[OpenShard, Sequence[WantedBytes]], *, progress: ByteCounter = no_progress) -> None:
     """Read these bytes of shards as ``blocks.fill``, and verify the remaining headers."""
     jobs_of_blocks: dict[Blocks, list[WantedBytes]] = defaultdict(list)
     for shard, parts in jobs.items():

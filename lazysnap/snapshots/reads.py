@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lazysnap.levels.blocks import WantedBytes
-from lazysnap.levels.source import Progress, no_progress
+from lazysnap.levels.source import ByteCounter, no_progress
 from lazysnap.shard.pieces import Extent
 from lazysnap.shard.strides import strides_of
 from lazysnap.snapshots.assembly import JoinedTensor
@@ -176,14 +176,14 @@ class Reads:
                 self._parts.append((shard, _PendingSpan(span, use, size_bytes)))
                 self.size_bytes += size_bytes
 
-    def jobs(self, progress: Progress = no_progress) -> dict[OpenShard, list[WantedBytes]]:
+    def jobs(self, progress: ByteCounter = no_progress) -> dict[OpenShard, list[WantedBytes]]:
         """Return the bytes to read of each shard. ``progress`` receives numbers of bytes that were used."""
         jobs: dict[OpenShard, list[WantedBytes]] = defaultdict(list)
         for shard, part in self._parts:
             jobs[shard].append(part.job(progress))
         return jobs
 
-    def run(self, progress: Progress = no_progress) -> None:
+    def run(self, progress: ByteCounter = no_progress) -> None:
         """Read everything, with checksums; ``progress`` as for ``jobs``. Call it once.
 
         Blocks. Raises: FormatError; LevelError; FileNotFoundError; what a ``Use`` raises.
@@ -202,7 +202,7 @@ class _PendingSpan:
         self._missing_bytes = span.stop - span.start
         self._buffer: bytearray | None = None
 
-    def job(self, progress: Progress) -> WantedBytes:
+    def job(self, progress: ByteCounter) -> WantedBytes:
         """Return the bytes to read."""
         span = self._span
 

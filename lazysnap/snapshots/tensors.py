@@ -28,12 +28,15 @@ def facts_of(stored: StoredTensor) -> Facts:
 
 
 def room_for(tensor: JoinedTensor, device: torch.device | None = None) -> torch.Tensor:
-    """Return a new tensor for the wanted box, with dtype and memory order of the stored one. Raises: FormatError."""
+    """Return a new tensor for the wanted box, with dtype and memory order of the stored one. Raises: FormatError.
+
+    ``device``: default the CPU, whatever ``torch.set_default_device`` says.
+    """
     shape = tensor.box[1]
     dtype, _ = facts_of(tensor.first)
     strides = strides_of(shape, tensor.first.order)
     try:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device or "cpu")
     except RuntimeError as error:
         if 0 not in shape:
             raise  # no memory

@@ -393,7 +393,7 @@ def decode(encoded: Any, *, tensor: TensorSource) -> Any:
 
 
 def _decode_all(encoded: Any, tensor: TensorSource) -> Any:
-    return _Decoder(tensor).any(encoded)
+    return _Decoder(tensor).any(encoded)  # a new one each time: ``with_stack`` may run this twice
 
 
 def tensor_names(encoded: Any) -> list[str]:
@@ -426,7 +426,7 @@ class _Decoder:
         self.depth = 0
 
     def enter(self) -> None:
-        """Enter a container; the caller decrements ``_depth`` at its end."""
+        """Enter a container; the caller decrements ``depth`` at its end."""
         self.depth += 1
         if self.depth > MAX_STATE_DEPTH:
             raise FormatError(f"the small state is nested more than {MAX_STATE_DEPTH} deep")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lazysnap.errors import StateError
-from lazysnap.state.scalars import convert_items, pack, unpack
+from lazysnap.state.scalars import pack, unpack
 
 METRICS = "metrics"
 """The key below ``EXTRAS`` for the metrics of each module, by the module's name in the state."""
@@ -76,19 +76,10 @@ def check_metrics(modules: Mapping[str, torch.nn.Module], state: Mapping[str, An
 
 
 def restore_metrics(modules: Mapping[str, torch.nn.Module], state: Mapping[str, Any]) -> None:
-    """Restore the result of ``collect_metrics``. Tensors are copied: those of ``state`` are valid only during the call.
+    """Put back what ``collect_metrics`` found. The metrics keep the tensors of ``state``.
 
     Metrics that shared a tensor (the groups of a ``MetricCollection``) share it again.
     """
-    copies: dict[int, torch.Tensor] = {}
     for module_name, module in modules.items():
         for name, metric in metrics_in(module).items():
-            restore_metric(metric, _copied(state[module_name][name], copies))
-
-
-def _copied(value: Any, copies: dict[int, torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if id(value) not in copies:
-            copies[id(value)] = value.clone()
-        return copies[id(value)]
-    return convert_items(value, _copied, copies)
+            restore_metric(metric, state[module_name][name])

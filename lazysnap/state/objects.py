@@ -1,7 +1,6 @@
 """The training state of a plain loop: named objects with ``state_dict`` and ``load_state_dict``."""
 
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ import torch
 from lazysnap.data.own_state import is_stateful_loader, load_loader, state_of_loader, warn_of_generators
 from lazysnap.data.resumable import ResumableLoader
 from lazysnap.data.streams import collect_rng, restore_rng
-from lazysnap.data.workers import keep_streams
+from lazysnap.data.workers import keep_streams, release_streams
 from lazysnap.errors import ConfigError, StateError
 from lazysnap.shard.manifest import EXTRAS, PRETRAINED
 from lazysnap.state.loading import check_loads, load_module
@@ -18,7 +17,7 @@ from lazysnap.state.modules import reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, check_optimizers, classes_of, put_back
 from lazysnap.state.plain_dicts import check_dict, restore_dict
 from lazysnap.state.pretrained import pretrained
-from lazysnap.state.scalars import load_scaler, state_of_scaler
+from lazysnap.state.scalars import plain_numbers, state_of_scaler
 from lazysnap.state.source import OPTIMIZERS, StateSource
 from lazysnap.state.stock_dicts import state_of_module, state_of_optimizer
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
@@ -77,6 +76,8 @@ class ObjectState(StateSource):
         keep_streams(stateful_loaders)
         self._support_checked = False
         self._loads_checked = False
+        self._pretrained: str | None = None
+        """The files that models of Transformers and PEFT save beside their weights, once something was collected."""
 
     def named(self) -> Mapping[str, Any]:
         """See ``StateSource.named``."""
@@ -84,6 +85,7 @@ class ObjectState(StateSource):
 
     def release(self) -> None:
         """See ``StateSource.release``."""
+        release_streams([value for value in self._objects.values() if is_stateful_loader(value)])
         self._objects.clear()
 
     def note_boundary(self) -> None:
@@ -107,14 +109,6 @@ class ObjectState(StateSource):
             check_loads(name, module, state[name])
         self._loads_checked = True
 
-    @cached_property
-    def _pretrained(self) -> dict[str, str]:
-        """The files that models of Transformers and PEFT save with their weights."""
-        files = pretrained(self._unwrapped_modules())
-        if files is None:
-            return {}
-        return {PRETRAINED: files}
-
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``.
 
@@ -127,12 +121,15 @@ class ObjectState(StateSource):
         state = {name: _state_of(value) for name, value in self._objects.items()}
         if not self._loads_checked:
             self._check_loads(state)
+            self._pretrained = pretrained(self._unwrapped_modules())
         # state_dict() of a module is an OrderedDict with an attribute; a plain dict is what a restore returns.
         for name, value in state.items():
             if isinstance(value, dict):
                 state[name] = dict(value)
         state[RNG] = collect_rng()
-        state[EXTRAS] = {OPTIMIZERS: classes_of(self), **self._pretrained}
+        state[EXTRAS] = {OPTIMIZERS: classes_of(self)}
+        if self._pretrained is not None:
+            state[EXTRAS][PRETRAINED] = self._pretrained
         metrics = collect_metrics(self._unwrapped_modules())
         if metrics:
             state[EXTRAS][METRICS] = metrics
@@ -216,7 +213,7 @@ class ObjectState(StateSource):
             elif isinstance(value, torch.optim.Optimizer):
                 put_back(stepping(value), state[name])
             elif isinstance(value, torch.amp.GradScaler):
-                load_scaler(value, state[name])
+                value.load_state_dict(plain_numbers(state[name]))
             elif is_stateful_loader(value):
                 load_loader(value, state[name])
             else:

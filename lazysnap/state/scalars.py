@@ -36,7 +36,7 @@ def unpack(value: Any, device: torch.device | None = None) -> Any:
             return value
         return value.to(device)
     if type(value) is dict and _TAG in value:
-        return torch.tensor(value["v"], dtype=getattr(torch, value[_TAG]), device=device)
+        return torch.tensor(value["v"], dtype=getattr(torch, value[_TAG]), device=device or "cpu")
     return convert_items(value, unpack, device)
 
 
@@ -64,13 +64,8 @@ def state_of_scaler(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     }
 
 
-def load_scaler(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
-    """Load such a state, or one of ``state_dict()``. Blocks if it contains tensors on a device."""
-    scaler.load_state_dict(plain_numbers(state))
-
-
 def plain_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of ``scaler.state_dict()``. Blocks if ``state`` contains tensors on a device."""
+    """Return the result of ``scaler.state_dict()``. Blocks if ``state``, of ``state_of_scaler``, is on a device."""
     numbers = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):

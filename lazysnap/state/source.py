@@ -46,7 +46,7 @@ class StateSource:
         raise NotImplementedError
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
-        """Load a state that ``collect`` returned. Its tensors are valid only during the call: copy them.
+        """Load a state that ``collect`` returned. The live objects may keep its tensors: nothing else writes to them.
 
         ``data=False``: everything except the position of data loaders, into the live tensors, during a training (a
         rollback that skips batches).

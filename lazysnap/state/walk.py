@@ -72,7 +72,7 @@ def walk(state: Any) -> Walk:
 
 
 def _full_walk(state: Any) -> Walk:
-    return _FullWalk().of(state)
+    return _FullWalk().of(state)  # a new one each time: ``with_stack`` may run this twice
 
 
 class StateWalker:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from lazysnap.warm.command import PythonCommand, python_command
-from lazysnap.warm.place import locked, owner_directory, owner_of, runtime_directory
+from lazysnap.warm.directories import locked, owner_directory, owner_of, runtime_directory
 from lazysnap.warm.steps import DIRECTORY
 
 PARENT_VARIABLE = "LAZYSNAP_WARM_PARENT"
@@ -57,7 +57,8 @@ def main(words: Sequence[str]) -> NoReturn:
 def run(words: Sequence[str], directory: str) -> NoReturn:
     """Start a program warm and end as it ends. If no warm parent can start it, become the program.
 
-    ``directory``: see ``place.owner_directory``. The calling process must have one thread, and no handlers of signals.
+    ``directory``: see ``directories.owner_directory``. The calling process must have one thread, and no handlers of
+    signals.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

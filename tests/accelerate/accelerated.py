@@ -22,7 +22,7 @@ import accelerate  # noqa: E402
 import numpy  # noqa: E402
 import torch  # noqa: E402
 from support.bits import digest  # noqa: E402
-from support.traced import Augmented, Progress, Stream, network  # noqa: E402
+from support.traced import Augmented, Progress, SavingStream, Stream, network  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -103,6 +103,13 @@ class Iterable(Plain):
         return DataLoader(Stream(), BATCH)
 
 
+class SavingIterable(Plain):
+    """Accelerate lets one process read it for all, and ahead of what it gives."""
+
+    def loader(self):
+        return DataLoader(SavingStream(), BATCH)
+
+
 class Uneven(Plain):
     settings = {"even_batches": False}
 
@@ -167,7 +174,7 @@ class Fsdp2(TakenForGpus):
         return {**super().plugins(), "fsdp_plugin": plugin}
 
 
-CASES = {case.__name__: case for case in (Plain, Accumulated, Asking, Stateful, Workers, Guided)}
+CASES = {case.__name__: case for case in (Plain, Accumulated, Asking, Stateful, Workers, Guided, SavingIterable)}
 """Other loaders of one process are cut in tests/data."""
 OF_RANKS = {case.__name__: case for case in (SeedableSampler, Uneven, Split, Sharded, Dispatching, Fsdp2, Joined)}
 """What makes a difference, or is possible, with several processes only."""

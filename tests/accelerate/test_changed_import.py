@@ -1,5 +1,6 @@
 """A script does with one changed import what it did with a stock Accelerator: without a place, and without waiting."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -11,7 +12,9 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from support.keepers import stopped
 
-from lazysnap import LazyAccelerator
+from lazysnap import LazyAccelerator, PersistentLevel, SnapshotConfig
+from lazysnap.integrations.accelerate.numbering import Numbering
+from lazysnap.shard.manifest import EXTRAS, PRETRAINED
 
 
 class Progress:
@@ -65,15 +68,16 @@ def in_empty_directory(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital.*:UserWarning")  # of torchdata
+@pytest.mark.parametrize("is_dispatching", [False, True], ids=["each rank reads", "rank 0 reads"])
 @pytest.mark.parametrize("is_stateful", [False, True], ids=["loader", "stateful loader"])
-def test_the_random_numbers_of_a_training_are_those_of_a_stock_accelerator(is_stateful, tmp_path):
+def test_the_random_numbers_of_a_training_are_those_of_a_stock_accelerator(is_stateful, is_dispatching, tmp_path):
     """Asked for its state when it is prepared, a stateful loader draws the seed of its first epoch then."""
 
     def numbers(kind):
         torch.manual_seed(1)
-        loading = DataLoaderConfiguration(use_stateful_dataloader=is_stateful)
+        loading = DataLoaderConfiguration(use_stateful_dataloader=is_stateful, dispatch_batches=is_dispatching)
         accelerator = kind(cpu=True, project_dir=tmp_path, dataloader_config=loading)
-        loader = accelerator.prepare(torch.utils.data.DataLoader(range(6), 2, shuffle=True))
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(6), 2, shuffle=True))
         return [(batch.tolist(), torch.rand(1).item()) for _ in range(2) for batch in loader]
 
     assert numbers(LazyAccelerator) == numbers(Accelerator)
@@ -122,6 +126,70 @@ def test_a_logging_directory_decides_where_snapshots_go(in_empty_directory):
     script.accelerator.end_training()
     assert os.listdir() == ["runs"]
     assert sorted(os.listdir("runs")) == ["first", "lazysnap"]
+
+
+def test_a_last_step_that_cannot_be_captured_since_the_accelerator_is_gone_is_named(tmp_path, caplog):
+    config = SnapshotConfig(every_n_steps=10, levels=(PersistentLevel(str(tmp_path)),))
+
+    def main():
+        script = Script(snapshots=config)
+        assert script.accelerator.engine._wait_ready(60)
+        script.epoch()
+
+    main()
+    gc.collect()
+
+    assert (
+        "step 4 is not captured: the accelerator does not exist any more; call accelerator.end_training()"
+        in caplog.text
+    )
+
+
+class Config:
+    def __init__(self, name):
+        self.name = name
+
+    def to_json_string(self):
+        return self.name
+
+    def save_pretrained(self, directory):
+        Path(directory, "config.json").write_text(self.name)
+
+
+class Pretrained(torch.nn.Linear):
+    """As far as an export needs it, a model of Transformers."""
+
+    dtype = torch.float32
+
+    def __init__(self, name):
+        super().__init__(1, 1)
+        self.config = Config(name)
+
+    def save_pretrained(self, directory):
+        raise AssertionError("its weights are in the snapshot")
+
+    def can_generate(self):
+        return False
+
+
+def test_another_training_of_an_accelerator_has_the_config_of_its_own_model(tmp_path):
+    accelerator = LazyAccelerator(cpu=True, project_dir=tmp_path)
+    for name in ("first", "second"):
+        accelerator.prepare(Pretrained(name))
+        state = accelerator.engine._source.collect()
+        assert name in state[EXTRAS][PRETRAINED]
+        accelerator.free_memory()
+    accelerator.end_training()
+
+
+def test_a_directory_that_the_program_named_supersedes_no_numbered_one(tmp_path):
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    for number in (0, 1, 2):
+        (tmp_path / "checkpoints" / f"checkpoint_{number}").mkdir(parents=True)
+    numbering = Numbering(project)
+
+    assert numbering.superseded(str(tmp_path / "mine")) == []
+    assert len(numbering.superseded(str(tmp_path / "checkpoints" / "checkpoint_2"))) == 2
 
 
 def test_two_programs_without_a_place_run_in_one_directory_and_the_second_has_no_snapshots(

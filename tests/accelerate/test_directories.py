@@ -10,8 +10,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from fillers import TIMEOUT_S, stopped_in
-from support.catalogue import newest_directory
 from support.listing import files_below
+from support.stored import newest_directory
 from support.waiting import until
 
 import lazysnap

@@ -16,6 +16,7 @@ from support.waiting import until
 
 from lazysnap.cli.chaos import Printed, difference, digests
 from lazysnap.cli.chaos_training import copy_directory, step_of
+from lazysnap.errors import ConfigError
 from lazysnap.shard.names import SnapshotName
 
 PROGRAM = pathlib.Path(__file__).with_name("chaos_program.py")
@@ -210,6 +211,23 @@ def test_a_copy_of_the_directory_has_no_earlier_snapshots_and_results_and_links_
     assert sorted(path.name for path in copy.iterdir()) == ["counts.py", "data", "large.bin", "train.py"]
     (copy / "data" / "val.bin").write_text("damaged")
     assert (directory / "data" / "val.bin").read_text() == "small"
+
+
+def test_results_in_a_directory_that_is_linked_are_neither_deleted_nor_replaced(directory):
+    """The link leads to the user's own files."""
+    trained = directory / "trained"
+    trained.mkdir()
+    (trained / "model.pt").write_text("of months")
+    with (trained / "large.bin").open("wb") as file:
+        file.truncate(1 << 30)
+    copy = directory / "lazysnap-chaos" / "files"
+    copy.mkdir(parents=True)
+
+    with pytest.raises(ConfigError, match="trained has files that match"):
+        copy_directory(directory, copy, "trained/*.pt")
+
+    assert (trained / "model.pt").read_text() == "of months"
+    assert not (copy / "trained").exists()
 
 
 def test_numbers_are_compared_that_two_undisturbed_runs_print_alike():

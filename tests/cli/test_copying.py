@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import ClassVar
 
 import fsspec
 import pytest
@@ -21,9 +22,8 @@ from cli_level import (
     run,
     run_json,
 )
-from support.catalogue import inventory_of
-
-from lazysnap.levels.store import open_storage
+from fsspec.implementations.memory import MemoryFileSystem
+from support.stored import steps_at
 
 
 def content(url: str, path: str) -> bytes:
@@ -95,7 +95,7 @@ def test_some_can_be_chosen(make_url, words, expected):
     put(source, 20, names=("best",))
     put(source, 30)
     assert run("copy", source, target, *words) == 0
-    assert sorted(entry.step for entry in inventory_of(open_storage(target)).entries) == expected
+    assert steps_at(target) == expected
 
 
 def test_a_damaged_snapshot_is_named_and_left_out_and_the_others_are_copied(places, capsys):
@@ -130,6 +130,32 @@ def test_a_full_target_is_exit_code_2_and_nothing_half_is_left(make_url):
     assert done.returncode == 2
     assert "free space there" in done.stderr
     assert files(target) == []
+
+
+class Damages(MemoryFileSystem):
+    """Flips a bit of each file that it stores."""
+
+    protocol = "damages"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+    def mv(self, path1, path2, **options):
+        super().mv(path1, path2, **options)
+        if path2.endswith(".safetensors"):
+            data = bytearray(self.cat_file(path2))
+            data[-1] ^= 1
+            self.pipe_file(path2, bytes(data))
+
+
+def test_a_copy_that_reads_back_other_bytes_is_not_left_as_a_snapshot(make_url, capsys):
+    fsspec.register_implementation("damages", Damages, clobber=True)
+    source = make_url("local")
+    put(source, 10)
+
+    assert run("copy", source, "damages://place/run") == 2
+
+    assert "reads back other bytes" in capsys.readouterr().err
+    assert files("damages://place/run") == []
 
 
 @pytest.mark.slow

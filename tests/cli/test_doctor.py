@@ -3,6 +3,8 @@
 import json
 import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import seaweed
@@ -42,6 +44,21 @@ def test_a_full_disk_and_a_place_that_no_level_can_have_are_bad(capsys, tmp_path
         code, result = run_json(capsys, "doctor", url)
         assert (code, verdicts(result)["level"]) == (1, "bad")
         assert reason in json.dumps(result)
+
+
+def test_a_level_that_hangs_is_bad_and_does_not_keep_the_command(tmp_path):
+    program = (
+        "import sys; from lazysnap.cli import doctor, main; doctor._TRIAL_S = 0.5; "
+        "sys.exit(main(['doctor', *sys.argv[1:]]))"
+    )
+    # The first write is that of the small object.
+    environment = {**os.environ, "LAZYSNAP_FAULT": "level.local.write:2:hang"}
+    command = [sys.executable, "-c", program, str(tmp_path / "level"), "--json"]
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+    assert done.returncode == 1
+    assert "did not move for 0.5 s" in done.stdout
 
 
 def test_a_bucket_is_tried_with_the_credentials_that_are_given(s3_server, capsys):

@@ -1,26 +1,34 @@
 """Promises of ``lazysnap export`` about plain states: others read back what was captured, bit for bit."""
 
+import io
+import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
+import sys
 from collections import OrderedDict, defaultdict, deque
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_level import SHARD, at, change, flip, put, run, run_json
+from cli_level import RUN, SHARD, at, change, flip, put, run, run_json
+from fsspec.implementations.memory import MemoryFileSystem
 from rich.progress import Progress
 from torch import nn
 
 import lazysnap
 from lazysnap.errors import ConfigError
 from lazysnap.exports import target
+from lazysnap.exports.named import Named, name_snapshot
+from lazysnap.exports.process import main as export_process
 from lazysnap.state.objects import ObjectState
 
 pytestmark = pytest.mark.slow
@@ -385,6 +393,36 @@ def test_memory_does_not_grow_with_the_snapshot(forking_python, url, tmp_path):
             words += ["--format", "accelerate"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, (name, done.stderr)
+
+
+class DeletesCheckpoint(MemoryFileSystem):
+    """A level that answers only when a training has deleted a directory of ``save_state``."""
+
+    protocol = "deletescheckpoint"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    directory: ClassVar[Path | None] = None
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        if self.directory is not None:
+            shutil.rmtree(self.directory)
+
+
+def test_an_export_beside_a_training_does_not_make_a_deleted_directory_again(tmp_path, monkeypatch):
+    fsspec.register_implementation("deletescheckpoint", DeletesCheckpoint, clobber=True)
+    url = "deletescheckpoint://place/run"
+    generators = {"python": 1, "numpy": 2, "torch": torch.zeros(8, dtype=torch.uint8)}
+    put(url, 10, {"model": {"w": torch.rand(10)}, "rng": generators, "accelerate": {"step": 1}})
+    directory = tmp_path / "checkpoint_0"
+    name_snapshot(str(directory), Named(url, RUN, 10))
+    monkeypatch.setattr(DeletesCheckpoint, "directory", directory)
+    arguments = {"directory": str(directory), "place": url, "storage_options": {}, "superseded": []}
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(arguments)))
+
+    assert export_process() == 0
+
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -9,7 +9,8 @@ from pathlib import Path
 import fsspec
 import pytest
 from cli_level import MANIFEST, SHARD, at, change, files, put, run, run_json
-from support.catalogue import inventory_of, newest_directory
+from support.catalogue import inventory_of
+from support.stored import newest_directory
 
 from lazysnap.levels.store import open_storage
 from lazysnap.shard.checksum import ALGORITHM, digest

@@ -4,8 +4,9 @@ import re
 
 import pytest
 from cli_level import OTHER, RUN, at, put, run, run_json
-from support.catalogue import inventory_of, newest_directory
+from support.catalogue import inventory_of
 from support.names import START
+from support.stored import newest_directory
 
 from lazysnap.levels.store import open_storage
 from lazysnap.resolver import candidates

@@ -4,6 +4,7 @@ import pytest
 from msgspec import structs
 from support.core_world import slot_view
 
+from lazysnap.config import SnapshotConfig
 from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
@@ -649,6 +650,11 @@ class TestRequiredSteps:
         assert driver.core.job.node.levels[0].stored == {StepKey(START, 4)}
 
 
+def test_parity_that_hangs_is_given_up_before_a_last_boundary_gives_up():
+    """Both hold slots: the last capture of a training would find none."""
+    assert RedundancySettings().timeout_s < SnapshotConfig().io_timeout_s
+
+
 class TestLevelsByTime:
     LEVEL = LevelSettings("level", every_s=60.0)
 
@@ -667,6 +673,22 @@ class TestLevelsByTime:
         assert not of_kind(driver.see((slot(0, 1), slot(1, 2), empty(2))), Hold)
 
         assert Hold(0, 1, sequence=3, num_kept=1) in driver.pass_time(30.0)
+
+    def test_what_a_level_failed_to_store_stays_held_for_the_level_that_stores_it_instead(self):
+        """One event ends the first write and begins the second: the slot is not released between the two."""
+        slow = structs.replace(self.LEVEL, url="slow")
+        driver = Driver()
+        lists = of_kind(driver.report(structs.replace(STATE, job=JobSettings("run", (self.LEVEL, slow)))), ListLevel)
+        driver.see((slot(0, 1), empty(1), empty(2)))
+        for task in lists:
+            driver.step(Listed(task.number, ()))
+        driver.see((slot(0, 1, is_held=True), empty(1), empty(2)))
+
+        done = driver.step(actions.Failed(driver.core.job.level_tasks[0].task.number, "the disk is away"))
+
+        [write] = of_kind(done, WriteLevel)
+        assert (write.level, write.source) == (1, None)
+        assert not of_kind(done, actions.Release)
 
 
 def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_required():

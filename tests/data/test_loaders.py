@@ -237,7 +237,7 @@ def test_a_replay_says_how_long_it_takes(caplog, monkeypatch):
     iter(after.loader)
 
     lines = [record.getMessage() for record in caplog.records]
-    [line] = [line for line in lines if "are read again, to continue" in line]
+    [line] = [line for line in lines if "are read again" in line]
     assert line.startswith("DataLoader: 5 batches are read again, to continue after them: about ")
     assert "Unsaved does not save its position" in line
 

@@ -4,8 +4,10 @@ import functools
 import itertools
 import logging
 import random
+import weakref
 from collections.abc import Mapping
 
+import numpy
 import pytest
 import torch
 from loader_run import Run, check_cuts
@@ -202,6 +204,22 @@ def test_the_search_for_generators_reads_no_data_and_enters_no_set():
     search.run([[OnDisk()], {"in order": random.Random(1)}, {random.Random(2), random.Random(3)}])
 
     assert list(search.generators) == ["1.in order"]
+
+
+def test_the_search_for_generators_passes_weak_proxies_whose_object_is_gone():
+    search = generators.GeneratorSearch({})
+    gone = weakref.proxy(OfTheClass())
+    search.run([{"gone": gone, "in order": random.Random(1)}])
+
+    assert list(search.generators) == ["0.in order"]
+
+
+def test_the_digest_of_an_array_of_objects_is_that_of_its_values():
+    def batch(text):
+        return numpy.array(["".join(text), None, 7], dtype=object)
+
+    assert digest_of(batch("one")) == digest_of(batch("one"))
+    assert digest_of(batch("one")) != digest_of(batch("two"))
 
 
 class Hidden(IterableDataset):

@@ -241,7 +241,7 @@ def test_a_position_that_is_captured_before_its_first_batch_is_counted_anew_once
     assert len(indices(again.train().trace, 0)) == LENGTH - 16
 
 
-@pytest.mark.parametrize(("cut", "follows"), [(2, "this epoch continues after 2 batches"), (6, "from here on")])
+@pytest.mark.parametrize(("cut", "follows"), [(2, "this epoch continues after 2 batches"), (6, "from now on")])
 def test_a_changed_length_of_the_data_is_named(monkeypatch, caplog, cut, follows):
     run = Run(LOADERS["shuffled"], seed=1)
     run.train(cut)

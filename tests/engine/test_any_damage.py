@@ -7,10 +7,9 @@ import random
 import pytest
 import torch
 from small_training import TIMEOUT_S, Starter, fetch_stored
-from support.catalogue import inventory_of
+from support.stored import steps_at
 
 from lazysnap.errors import LazySnapError
-from lazysnap.levels.store import open_storage
 
 STEPS = (1, 2, 3)
 FLIPS = 10
@@ -93,7 +92,7 @@ def test_nothing_wrong_is_loaded_and_what_is_whole_is_found(job, tmp_path, round
             first.engine.keep("a-name")  # else it goes when there are two newer ones
         assert first.engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
     assert first.engine.close()
-    assert [entry.step for entry in inventory_of(open_storage(str(tmp_path))).entries] == list(STEPS)
+    assert steps_at(tmp_path) == list(STEPS)
     engine = job.start(tmp_path, ready=False).engine
     files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
     assert {path.suffix for path in files} >= {".json", ".safetensors"}

@@ -4,20 +4,18 @@ import math
 
 import pytest
 from small_training import TIMEOUT_S, end
-from support.catalogue import inventory_of
+from support.stored import names_at
 from support.waiting import until
 
 import lazysnap
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import BestName, best_first
 from lazysnap.shard.names import is_keep_name
 
 
 def kept(directory):
     """Values and steps of the names at a level."""
-    names = {name for entry in inventory_of(open_storage(str(directory))).entries for name in entry.names}
-    parsed = [BestName.parse(name) for name in names]
+    parsed = [BestName.parse(name) for name in names_at(directory)]
     return sorted((name.value, name.step) for name in parsed if name is not None)
 
 

@@ -6,10 +6,9 @@ import socket
 
 import pytest
 from small_training import TIMEOUT_S
-from support.catalogue import inventory_of
+from support.stored import snapshots_at, steps_at
 from support.waiting import until
 
-from lazysnap.levels.store import open_storage
 from lazysnap.memory.slot_choice import SlotPhase
 
 pytestmark = pytest.mark.slow
@@ -40,10 +39,6 @@ def begin_and_cut(training, share):
     slot = slot_of(training, 4)
     assert until(lambda: slot.view().watermark_bytes >= share * slot.view().image_bytes)
     cut(training)
-
-
-def steps_at(level):
-    return [entry.step for entry in inventory_of(open_storage(str(level))).entries]
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0])
@@ -86,7 +81,7 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
 
 
 def named(path):
-    return [entry.step for entry in inventory_of(open_storage(str(path))).entries if "best" in entry.names]
+    return [found.step for found in snapshots_at(path) if "best" in found.names]
 
 
 def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job, tmp_path):

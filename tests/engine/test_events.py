@@ -5,7 +5,7 @@ from msgspec import structs
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
-from lazysnap.engine.events import KeeperEvents
+from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import Statistics
 
@@ -272,19 +272,19 @@ def test_a_name_is_lost_with_its_step_and_not_once_it_is_given(caplog):
 def test_names_are_settled_once_the_first_level_has_them_or_never_will():
     follower = Follower()
     key = StepKey(START, 3)
-    assert follower.events.are_names_settled(KeeperState())
+    assert follower.events.are_names_answered(KeeperState())
 
     follower.events.name_given("good", 3)
     follower.events.name_released("old")
 
-    assert not follower.events.are_names_settled(KeeperState())
-    assert not follower.events.are_names_settled(
+    assert not follower.events.are_names_answered(KeeperState())
+    assert not follower.events.are_names_answered(
         KeeperState(names=(NamedStep("good", key), NamedStep("old", StepKey(1, 1))))
     )
-    assert follower.events.are_names_settled(KeeperState(names=(NamedStep("good", key),)))
-    assert follower.events.are_names_settled(KeeperState(lost=(key,)))
-    assert follower.events.are_names_settled(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
-    assert follower.events.are_names_settled(KeeperState(levels=(LevelState(is_failing=True),)))
+    assert follower.events.are_names_answered(KeeperState(names=(NamedStep("good", key),)))
+    assert follower.events.are_names_answered(KeeperState(lost=(key,)))
+    assert follower.events.are_names_answered(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
+    assert follower.events.are_names_answered(KeeperState(levels=(LevelState(is_failing=True),)))
 
 
 def test_a_name_that_was_released_is_not_lost(caplog):

@@ -6,20 +6,12 @@ import signal
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training, end
-from support.catalogue import inventory_of
+from support.stored import names_at, steps_at
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
+from lazysnap.engine.stored import wait_held_or_stored
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels.store import open_storage
-
-
-def steps_at(directory):
-    return sorted({entry.step for entry in inventory_of(open_storage(str(directory))).entries})
-
-
-def named(directory):
-    return {name: entry.step for entry in inventory_of(open_storage(str(directory))).entries for name in entry.names}
 
 
 def durable(training, first, last):
@@ -40,7 +32,7 @@ def test_a_kept_snapshot_outlives_all_others_at_every_level_and_is_restored_by_i
     until(lambda: steps_at(fast) == [2, 6, 7])  # a keeper deletes after close, too
     until(lambda: len(steps_at(slow)) <= 3)  # it may have left out steps while it copied others
     assert {2, 7} <= {*steps_at(slow)}
-    assert named(fast) == named(slow) == {"before-anneal": 2}
+    assert names_at(fast) == names_at(slow) == {"before-anneal": 2}
     other = job.start(fast, slow, ready=False)
     snapshot = other.engine.restore("before-anneal")
     assert snapshot.step == 2
@@ -54,11 +46,11 @@ def test_a_released_snapshot_goes_as_any_other(job, tmp_path):
     training.engine.keep("a")
     training.engine.keep("b")
     durable(training, 2, 5)
-    assert named(tmp_path) == {"a": 1, "b": 1}
+    assert names_at(tmp_path) == {"a": 1, "b": 1}
     training.engine.release("a")
-    until(lambda: named(tmp_path) == {"b": 1})
+    until(lambda: names_at(tmp_path) == {"b": 1})
     training.engine.release("b")
-    until(lambda: named(tmp_path) == {})
+    until(lambda: names_at(tmp_path) == {})
 
     durable(training, 6, 7)
 
@@ -81,7 +73,7 @@ def test_the_next_boundary_is_captured_and_named_where_the_last_was_not(job, tmp
 
     assert training.began == [True, False, True, False, True]
     assert training.engine.close()
-    assert named(tmp_path) == {"first": 1, "third": 3}
+    assert names_at(tmp_path) == {"first": 1, "third": 3}
 
 
 @pytest.mark.slow
@@ -96,10 +88,10 @@ def test_a_name_is_given_though_no_level_would_take_that_step(job, tmp_path):
 
     assert training.engine.keep("six") == 6
 
-    until(lambda: named(tmp_path) == {"six": 6})
+    until(lambda: names_at(tmp_path) == {"six": 6})
     training.run(7, 8)
     assert training.engine.close()
-    assert named(tmp_path) == {"six": 6}
+    assert names_at(tmp_path) == {"six": 6}
 
 
 @pytest.mark.slow
@@ -113,12 +105,12 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     os.kill(keeper, signal.SIGKILL)
     until(lambda: training.engine.statistics().keepers_lost == 1)
     assert training.engine.keep("kept") == 4
-    assert training.engine._is_to_be_stored(4, TIMEOUT_S)  # the next keeper knows the name
+    assert wait_held_or_stored(training.engine._run, 4, TIMEOUT_S)  # the next keeper knows the name
     assert training.engine._wait_ready(TIMEOUT_S)
     durable(training, 5, 8)
 
     assert training.engine.close()
-    assert named(tmp_path) == {"kept": 4}
+    assert names_at(tmp_path) == {"kept": 4}
 
 
 @pytest.mark.slow
@@ -127,7 +119,7 @@ def test_a_name_that_is_released_while_there_is_no_keeper_goes(job, tmp_path):
     durable(training, 1, 3)
     for name in ("old", "moved"):
         assert training.engine.keep(name) == 3
-    until(lambda: named(tmp_path) == {"old": 3, "moved": 3})
+    until(lambda: names_at(tmp_path) == {"old": 3, "moved": 3})
     durable(training, 4, 4)
     keeper = training.engine._client.keeper_pid
     os.kill(keeper, signal.SIGSTOP)
@@ -137,7 +129,7 @@ def test_a_name_that_is_released_while_there_is_no_keeper_goes(job, tmp_path):
     os.kill(keeper, signal.SIGKILL)
 
     assert training.engine.close()
-    assert named(tmp_path) == {"moved": 4}
+    assert names_at(tmp_path) == {"moved": 4}
 
 
 def slow_training(job, tmp_path, **settings):
@@ -168,7 +160,7 @@ def test_a_name_whose_snapshot_is_lost_is_said_to_be_and_never_goes_to_a_later_o
     assert training.engine.close()
     lost = training.engine._lost_names()
     assert lost
-    assert named(tmp_path) == {name: step for name, step in steps.items() if name not in lost}
+    assert names_at(tmp_path) == {name: step for name, step in steps.items() if name not in lost}
     for name in lost:
         assert f"the name '{name}' is not as you asked for: no snapshot has it: the snapshot of step" in caplog.text
 
@@ -189,7 +181,7 @@ def test_a_name_whose_snapshot_no_level_had_before_a_restart_is_on_none(job, tmp
     durable(again, 4, 6)
     assert again.engine.close()
 
-    assert named(place) == {}
+    assert names_at(place) == {}
     with pytest.raises(SnapshotNotFound, match="called 'early'"):
         job.start(place, ready=False).engine.restore("early")
 
@@ -207,7 +199,7 @@ def test_a_name_for_a_capture_that_never_comes_is_said_to_be_unused(job, tmp_pat
         "the name 'next' is not as you asked for: no snapshot has it: training ended before it was captured"
         in caplog.text
     )
-    assert named(tmp_path) == {}
+    assert names_at(tmp_path) == {}
 
 
 def test_a_name_of_a_boundary_that_was_not_captured_goes_to_no_later_one(job, tmp_path, caplog):
@@ -225,7 +217,7 @@ def test_a_name_of_a_boundary_that_was_not_captured_goes_to_no_later_one(job, tm
 
     assert training.engine.close()
     assert "no snapshot has it: step 2 was not captured" in caplog.text
-    assert named(tmp_path) == {}
+    assert names_at(tmp_path) == {}
 
 
 def test_a_step_that_was_resumed_from_storage_is_durable_before_anything_is_captured(job, tmp_path):
@@ -237,6 +229,20 @@ def test_a_step_that_was_resumed_from_storage_is_durable_before_anything_is_capt
 
     assert engine.restore("latest").step == 2
     assert engine.wait(until="durable", timeout_s=TIMEOUT_S)
+
+
+def test_a_step_that_was_resumed_is_not_durable_while_the_first_level_lacks_it(job, tmp_path):
+    broken, works = tmp_path / "broken", tmp_path / "works"
+    broken.write_text("in the way of the level's directory")
+    training = job.start(broken, works)
+    training.run(1, 1)
+    until(lambda: training.engine.statistics().last_durable_step.get(str(works)) == 1)
+    job.crash(training)
+
+    engine = job.start(broken, works, ready=False).engine
+
+    assert engine.restore("latest").durable_at == str(works)
+    assert not engine.wait(until="durable", timeout_s=0.2)
 
 
 def test_names_that_are_none_are_refused(job, tmp_path):

@@ -8,23 +8,18 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from small_training import TIMEOUT_S, Training, end
-from support.catalogue import inventory_of, newest_directory
+from support.stored import newest_directory, runs_at, snapshots_at
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels.store import open_storage
-from lazysnap.resolver import candidates
 
 pytestmark = pytest.mark.slow
 
 
-def steps_at(path):
+def steps_of_runs(path):
     """Per run, the newest first: the steps of its complete snapshots, the greatest first."""
-    runs = {}
-    for plan in candidates([inventory_of(open_storage(str(path)))]):
-        runs.setdefault(plan.run_id, []).append(plan.step)
-    return list(runs.values())
+    return list(runs_at(path).values())
 
 
 def train(training, first, last):
@@ -41,7 +36,7 @@ def start_with_a_named_step(job, path):
     training.engine.keep("x")
     train(training, 5, 8)
     assert training.engine._flush(TIMEOUT_S)
-    until(lambda: steps_at(path) == [[8, 7, 4]])  # deletions may follow
+    until(lambda: steps_of_runs(path) == [[8, 7, 4]])  # deletions may follow
     return training
 
 
@@ -60,11 +55,11 @@ def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_beh
     assert training.engine._wait_ready(TIMEOUT_S)
     train(training, 5, 5)
     assert training.engine.statistics().last_durable_step == {str(tmp_path): 5}
-    assert steps_at(tmp_path) == [[5], [8, 7, 4]]
+    assert steps_of_runs(tmp_path) == [[5], [8, 7, 4]]
     train(training, 6, 7)
     assert training.engine.close()
-    until(lambda: steps_at(tmp_path) == [[7, 6], [8, 7, 4]])  # a keeper deletes after close, too
-    assert f"/step-00000007-{other_run(tmp_path)}-" in newest_directory(tmp_path)
+    until(lambda: steps_of_runs(tmp_path) == [[7, 6], [8, 7, 4]])  # a keeper deletes after close, too
+    assert f"/step-00000007-{newest_run(tmp_path)}-" in newest_directory(tmp_path)
 
     last = job.start(tmp_path, ready=False).engine
     assert last.restore("latest").step == 7
@@ -73,8 +68,8 @@ def test_the_branch_is_neither_deleted_for_nor_overshadowed_by_what_was_left_beh
     assert last._fetch(8).run_id == snapshot.run_id
 
 
-def other_run(path):
-    return candidates([inventory_of(open_storage(str(path)))])[0].run_id
+def newest_run(path):
+    return snapshots_at(path)[0].run_id
 
 
 def test_until_the_branch_has_a_snapshot_latest_is_what_it_was_and_the_branch_point_stays(job, tmp_path):
@@ -139,7 +134,7 @@ def test_a_capture_of_the_run_that_was_left_deletes_no_branch_point_when_storage
     assert second.engine._wait_ready(TIMEOUT_S)
     train(second, 2, 3)
     end(second)  # the keeper deletes old snapshots behind ``close``, too
-    assert steps_at(path) == [[3], [1]]
+    assert steps_of_runs(path) == [[3], [1]]
 
 
 def test_a_name_given_on_the_branch_just_before_the_keeper_dies_is_not_taken_for_one_that_is_stored(job, tmp_path):
@@ -160,7 +155,7 @@ def test_a_name_given_on_the_branch_just_before_the_keeper_dies_is_not_taken_for
     train(training, 6, 9)
 
     assert engine.close()
-    until(lambda: steps_at(tmp_path) == [[9, 8, 5], [8, 7, 4]])  # a keeper deletes after close, too
+    until(lambda: steps_of_runs(tmp_path) == [[9, 8, 5], [8, 7, 4]])  # a keeper deletes after close, too
     assert job.start(tmp_path, ready=False).engine._fetch("y").step == 5
 
 
@@ -171,7 +166,7 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
     train(other, 1, 2)
     assert other.engine.close()
     third = job.start(tmp_path, ready=False).engine
-    new, old = (plan.run_id for plan in candidates([inventory_of(open_storage(str(tmp_path)))]) if plan.step in (2, 8))
+    new, old = (found.run_id for found in snapshots_at(tmp_path) if found.step in (2, 8))
 
     assert third._fetch("latest").step == 2
     assert third._fetch(f"run:{old}").step == 8
@@ -195,7 +190,7 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
 def test_a_fresh_start_in_a_used_directory_leaves_the_run_that_is_there(job, tmp_path):
     training = start_with_a_named_step(job, tmp_path)
     assert training.engine.close()
-    [old] = {plan.run_id for plan in candidates([inventory_of(open_storage(str(tmp_path)))])}
+    [old] = runs_at(tmp_path)
 
     fresh = job.start(tmp_path)
     train(fresh, 1, 3)
@@ -222,7 +217,7 @@ def test_after_a_clock_was_set_back_latest_is_still_the_run_that_began_last(job,
     assert fresh.engine.close()
 
     assert job.start(tmp_path, ready=False).engine.restore("latest").step == 1
-    assert max(path.name.split("-")[2] for path in tmp_path.glob("step-*")) == other_run(tmp_path)
+    assert max(path.name.split("-")[2] for path in tmp_path.glob("step-*")) == newest_run(tmp_path)
 
 
 class Shattered(MemoryFileSystem):

@@ -4,13 +4,12 @@ import logging
 
 import pytest
 from small_training import TIMEOUT_S
-from support.catalogue import inventory_of
+from support.stored import steps_at
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
 from lazysnap.engine import report
 from lazysnap.engine.statistics import Statistics
-from lazysnap.levels.store import open_storage
 from lazysnap.restore.snapshot import Absence, Snapshot
 
 CONFIG = SnapshotConfig(levels=(PersistentLevel("/a"),), memory=MemoryLevel(linger_s=1800), drain_timeout_s=60)
@@ -109,7 +108,7 @@ def test_a_start_that_trains_nothing_leaves_the_only_copy_of_a_training_where_it
     place.unlink()  # mended: the keeper stores it by itself
     assert job.start(place, ready=False).engine.restore("latest").step == 3
     job.trainings[-1].engine.close()
-    until(lambda: {entry.step for entry in inventory_of(open_storage(str(place))).entries} == {3})
+    until(lambda: steps_at(place) == [3])
 
 
 def test_that_nothing_is_captured_is_said_only_where_storage_has_nothing_either():
@@ -180,7 +179,7 @@ def test_an_exception_before_storage_has_a_step_names_the_step_that_memory_has(j
     assert f"training failed in step 2 (ValueError: boom); {text}" in caplog.messages
 
     place.unlink()  # mended
-    until(lambda: {entry.step for entry in inventory_of(open_storage(str(place))).entries} == {1})
+    until(lambda: steps_at(place) == [1])
 
 
 @pytest.mark.slow

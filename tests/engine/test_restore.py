@@ -54,6 +54,17 @@ def mapped_slots():
         return file.read().count("lazysnap-slot")
 
 
+def test_a_default_device_of_the_program_does_not_decide_where_the_state_comes_to(job, level):
+    training = job.start(level, ready=False)
+
+    with torch.device("meta"):
+        assert training.engine.restore("latest").step == 3
+
+    states = training.optimizer.state_dict()["state"].values()
+    assert {tensor.device.type for state in states for tensor in state.values()} == {"cpu"}
+    assert {state["step"].item() for state in states} == {3.0}
+
+
 def test_nothing_there_is_none_and_leaves_the_model_alone(job, tmp_path):
     training = job.start(tmp_path, ready=False)
     before = training.model[0].weight.clone()

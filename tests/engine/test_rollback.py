@@ -7,15 +7,13 @@ import signal
 import pytest
 import torch
 from small_training import TIMEOUT_S
-from support.catalogue import inventory_of
+from support.stored import runs_at, snapshots_at
 from support.waiting import until
 from support.watching import Watch
 
 from lazysnap import ResumableLoader
 from lazysnap.engine.rollback import first_not_finite
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels.store import open_storage
-from lazysnap.resolver import candidates
 from lazysnap.state.objects import ObjectState
 
 
@@ -121,7 +119,7 @@ def test_storage_gets_the_state_that_was_gone_back_to(job, tmp_path):
     assert training.engine._flush(TIMEOUT_S)
     assert training.engine.rollback(steps=2).step == 5
     assert training.engine._flush(TIMEOUT_S)
-    newest = candidates([inventory_of(open_storage(str(tmp_path)))])[0]
+    newest = snapshots_at(tmp_path)[0]
     assert (newest.step, newest.run_id) == (5, training.engine._recorder.meta.run_id)
 
 
@@ -164,7 +162,7 @@ def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
     run = training.engine._recorder.meta.run_id
     run_watched(training, batches_of(8, bad=[2, 5]))
     assert training.engine._flush(TIMEOUT_S)
-    assert {plan.run_id for plan in candidates([inventory_of(open_storage(str(tmp_path)))])} == {run}
+    assert list(runs_at(tmp_path)) == [run]
 
 
 def test_what_is_not_in_memory_comes_from_storage(job, tmp_path):

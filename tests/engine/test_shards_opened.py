@@ -1,14 +1,22 @@
-"""A rank opens few shards of other ranks at a restart, wherever its rows are."""
+"""A rank opens few shards of other ranks at a restart, wherever its rows are, and keeps few files open."""
 
+import contextlib
+import os
+
+from support.catalogue import inventory_of
 from support.names import START
+from support.snapshots import Snapshot
 
-from lazysnap.levels.blocks import MemoryBlocks
+from lazysnap import PersistentLevel
+from lazysnap.levels.blocks import MemoryBlocks, WantedBytes
+from lazysnap.levels.local import LocalStorage
 from lazysnap.resolver import Entry
+from lazysnap.restore import level
 from lazysnap.restore.part import complete, nearest_first
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.assembly import Assembly, whole_box
-from lazysnap.snapshots.reader import OpenShard
+from lazysnap.snapshots.reader import OpenShard, read
 
 RUN = "0" * 16
 MANY = 96
@@ -69,3 +77,30 @@ def test_a_row_that_is_nowhere_is_named():
     _, failure = opened(range(50, 53), lambda rank: range(rank, rank + 1), lost=[51])
 
     assert failure.text == "x: a part of it is in no shard within reach"
+
+
+def test_the_shards_of_many_ranks_do_not_take_all_descriptors_of_a_process(tmp_path, monkeypatch):
+    """As in a restart with fewer ranks: each opens the shards of many."""
+    monkeypatch.setattr(level, "MOST_OPEN", 2)
+    storage = LocalStorage(str(tmp_path))
+    for rank in range(8):
+        Snapshot(1, rank=rank, world_size=8).write(storage)
+    source = level.Level(PersistentLevel(str(tmp_path)))
+    num_before = len(os.listdir("/proc/self/fd"))
+
+    with contextlib.ExitStack() as stack:
+        shards = []
+        for entry in inventory_of(storage).entries:
+            shards.append(source.open(entry, f"rank {entry.rank}"))
+            stack.callback(shards[-1].blocks.close)
+        assert len(os.listdir("/proc/self/fd")) <= num_before + 2 * 2
+
+        for shard in shards:
+            image = Snapshot(1, rank=shard.meta.rank, world_size=8).image
+            got = bytearray(len(image))
+
+            def put(offset, data, got=got):
+                got[offset : offset + len(data)] = data
+
+            read({shard: [WantedBytes(0, len(image), put)]})
+            assert got == image

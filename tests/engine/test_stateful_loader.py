@@ -179,6 +179,19 @@ def test_workers_of_a_data_set_that_takes_no_attributes_are_warned_of_once(job, 
     assert [record.levelname for record in said] == ["WARNING"]
 
 
+def begin_worker(worker_id):
+    pass
+
+
+def test_after_the_end_a_loader_has_its_own_function_for_workers_again(job):
+    loader = StatefulDataLoader(Numbers(), BATCH, num_workers=1, worker_init_fn=begin_worker)
+    training = job.start(extra={"loader": loader}, ready=False)
+    assert loader.worker_init_fn is not begin_worker
+    training.engine.close()
+
+    assert loader.worker_init_fn is begin_worker
+
+
 def resumed_with_batches_of(size, make, cut):
     """The samples of the first epoch that two starts trained, the second with batches of another size."""
     model, trained = torch.nn.Linear(1, 1), []

@@ -29,7 +29,7 @@ RUN, START = "ab" * 8, "01" * 8
 
 
 def listing(mark):
-    return Listing((Directory(directory_of(1), ((4, 0, 3),), mark=mark),))
+    return Listing((Directory(directory_of(1), ((4, 0, 3),), stamp=mark),))
 
 
 def sites(url, first, second):
@@ -51,7 +51,7 @@ def test_disks_of_different_nodes_are_different_places():
 
     assert members(found) == [((0, 1), False), ((2, 3), False)]
     assert len({site.label for site in found}) == 2
-    assert [site.listing.directories[0].mark for site in found] == [[1, 2], [1, 3]]
+    assert [site.listing.directories[0].stamp for site in found] == [[1, 2], [1, 3]]
 
 
 def test_a_url_is_one_place_whoever_listed_it():
@@ -196,7 +196,7 @@ def test_a_restart_of_4096_ranks_sends_each_of_them_a_megabyte_at_most():
     ranges = ((num_nodes, 0, num_nodes - 1),)
     steps = range(100_000, 100_000 + 1000 * KEPT, 1000)
     names = [SnapshotName(RUN, step, START).directory for step in steps]
-    shared = Listing(tuple(Directory(name, ranges, mark=[1 << 40, 1 << 60]) for name in names))
+    shared = Listing(tuple(Directory(name, ranges, stamp=[1 << 40, 1 << 60]) for name in names))
     [site] = sites_of([{PATH: "x"} if place.local_rank == 0 else {} for place in world], {(PATH, "x"): shared}, world)
     site = site.only(Selection.of([site], None, NEWEST).first)
     told = []

@@ -11,12 +11,11 @@ import time
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
-from support.catalogue import inventory_of
+from support.stored import steps_at
 from support.waiting import until
 
 from lazysnap import PersistentLevel
 from lazysnap.errors import ConfigError
-from lazysnap.levels.store import open_storage
 
 
 def warnings(caplog, text):
@@ -136,7 +135,7 @@ def test_what_could_not_be_made_durable_at_the_end_stays_in_memory_and_is_writte
     assert (snapshot.step, snapshot.level) == (4, "memory")
     assert second.facts() == facts
     assert not second.engine.close()  # no level had it when it was resumed; the keeper stores it now
-    until(lambda: 4 in [entry.step for entry in inventory_of(open_storage(str(level))).entries])
+    until(lambda: 4 in steps_at(level))
 
 
 @pytest.mark.slow
@@ -154,7 +153,7 @@ def test_a_last_step_that_was_left_out_is_told_at_the_end(job, tmp_path, caplog)
     [warning] = warnings(caplog, "step 3, the last that was due, is not captured")
     assert "the newest snapshot of this training is that of step 2." in warning.getMessage()
     assert "; 1 step not captured: memory was being prepared for " in caplog.text
-    assert [entry.step for entry in inventory_of(open_storage(str(tmp_path))).entries][-1] == 2
+    assert steps_at(tmp_path)[-1] == 2
 
 
 @pytest.mark.slow
@@ -198,4 +197,4 @@ def test_a_training_of_one_step_is_stored(job, tmp_path, caplog):
     assert training.engine.close()
 
     assert not warnings(caplog, "not captured")
-    assert [entry.step for entry in inventory_of(open_storage(str(tmp_path))).entries] == [1]
+    assert steps_at(tmp_path) == [1]

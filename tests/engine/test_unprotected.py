@@ -13,7 +13,7 @@ import sys
 
 import pytest
 from small_training import TIMEOUT_S, Training
-from support.catalogue import inventory_of
+from support.stored import steps_at
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel
@@ -23,7 +23,6 @@ from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.slot_maker import refusal_text
-from lazysnap.levels.store import open_storage
 from lazysnap.memory.budget import MemoryBoundExceeded
 
 pytestmark = pytest.mark.slow
@@ -111,10 +110,6 @@ def be_patient(training, timeout_s):
     training.engine._client._link._io_timeout_s = timeout_s
 
 
-def stored(directory):
-    return sorted(entry.step for entry in inventory_of(open_storage(str(directory))).entries)
-
-
 @pytest.mark.parametrize("kind", ["bound", "interpreter", "version"])
 def test_a_training_without_memory_goes_on_and_is_told_that_nothing_is_captured(
     kind, job, tmp_path, monkeypatch, caplog
@@ -126,7 +121,7 @@ def test_a_training_without_memory_goes_on_and_is_told_that_nothing_is_captured(
         assert training.counters["seen"] == 64
         assert training.began == [False] * 8
         assert not training.engine.close()
-        assert stored(tmp_path / "level") == []
+        assert steps_at(tmp_path / "level") == []
         [warning, end] = warnings(caplog, "NOT protected in memory:")
         assert word in warning
         assert "nothing is captured, so nothing is stored: a crash loses every step since the start" in warning

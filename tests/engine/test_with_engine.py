@@ -7,17 +7,12 @@ import threading
 import pytest
 import torch
 from small_training import TIMEOUT_S, Training
-from support.catalogue import inventory_of
+from support.stored import steps_at
 from support.waiting import until
 from torch.utils.data import DataLoader, TensorDataset
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig
 from lazysnap.errors import ConfigError, StateError
-from lazysnap.levels.store import open_storage
-
-
-def stored(directory):
-    return sorted(entry.step for entry in inventory_of(open_storage(str(directory))).entries)
 
 
 @pytest.fixture
@@ -83,7 +78,7 @@ def test_at_the_end_of_the_block_the_last_step_is_stored(start, tmp_path):
         engine.restore("latest")
         train(training, 5)
 
-    assert stored(tmp_path)[-1] == 5
+    assert steps_at(tmp_path)[-1] == 5
     assert training.engine.close()  # says what it said at the end of the block
 
 
@@ -94,7 +89,7 @@ def test_at_the_end_the_last_step_is_captured_though_it_is_not_due(start, tmp_pa
         train(training, 6)
     facts = training.facts()
 
-    assert stored(tmp_path)[-1] == 6
+    assert steps_at(tmp_path)[-1] == 6
     again = start(tmp_path, every_n_steps=4)
     assert again.engine.restore("latest").step == 6
     assert again.facts() == facts
@@ -109,7 +104,7 @@ def test_a_training_that_ends_before_there_is_memory_for_its_last_step_is_stored
         assert not engine.boundary()
         assert engine.statistics().skipped == {"memory was being prepared": 1}
 
-    assert stored(tmp_path)[-1] == 3
+    assert steps_at(tmp_path)[-1] == 3
     assert training.engine.close()
 
 
@@ -163,7 +158,7 @@ def test_weights_that_changed_after_the_last_boundary_are_not_captured_as_its_st
     change(training)
 
     assert training.engine.close()
-    assert stored(tmp_path)[-1] == 4
+    assert steps_at(tmp_path)[-1] == 4
 
 
 @pytest.mark.slow
@@ -204,7 +199,7 @@ def test_a_path_is_a_config_with_one_level(job, tmp_path):
         assert training.engine._config == SnapshotConfig(levels=(PersistentLevel(str(tmp_path)),))
     with training.engine:
         train(training, 2)
-    assert stored(tmp_path)[-1] == 2
+    assert steps_at(tmp_path)[-1] == 2
 
 
 @pytest.mark.parametrize("wrong", [None, 3, (PersistentLevel("/a"),)])

@@ -4,12 +4,27 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import signal
+import subprocess
+import sys
+import threading
 
 import pytest
+from support.waiting import until
 
 from lazysnap.errors import ConfigError, WaitTimeout
 from lazysnap.exports import named
-from lazysnap.exports.named import Named, filled, forget_name, name_snapshot, named_in
+from lazysnap.exports.named import Named, delete_checkpoint, filled, forget_name, name_snapshot, named_in
+
+EXPORT = """
+import os, pathlib, sys
+from lazysnap.exports.named import filled, named_in
+directory = sys.argv[1]
+with filled(directory, named_in(directory)) as temp:
+    os.mkdir(temp)
+    for name in ("optimizer.bin", "model.safetensors"):
+        pathlib.Path(temp, name).write_bytes(b"")
+"""
 
 
 @pytest.fixture
@@ -55,3 +70,22 @@ def test_a_training_that_writes_there_itself_does_not_wait_for_ever_for_an_expor
         export()
 
     assert os.listdir(directory) == []
+
+
+def test_a_checkpoint_is_not_deleted_while_an_export_moves_files_into_it(directory):
+    """Else those that are moved later would stay: a part of a checkpoint."""
+    environment = {**os.environ, "LAZYSNAP_FAULT": "export.named.move:2:stop"}
+    with subprocess.Popen([sys.executable, "-c", EXPORT, directory], env=environment) as process:
+        try:
+            _, status = os.waitpid(process.pid, os.WUNTRACED)
+            assert os.WIFSTOPPED(status), "it ended before it came there"
+            deletion = threading.Thread(target=delete_checkpoint, args=(directory,))
+            deletion.start()
+            until(lambda: named_in(directory) is None)
+            process.send_signal(signal.SIGCONT)
+            deletion.join()
+            process.wait(60)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert not os.path.exists(directory)

@@ -85,7 +85,7 @@ def violations(job: BestJob, fault: str) -> list[str]:
     if most > COUNT + 1:
         problems.append(f"{fault}: {most} names: {before}")
     for name in before:
-        better = [other for other in after if other.place < name.place]
+        better = [other for other in after if other.sort_key < name.sort_key]
         if name not in after and len(better) < COUNT:
             problems.append(f"{fault}: {name} was lost, there are {after}")
     best = Catalogue(open_storage(str(job.level))).find("best").step

@@ -28,13 +28,14 @@ from lazysnap.core.messages import (
     StepKey,
 )
 from lazysnap.errors import JobBusy, KeeperError
-from lazysnap.keeper import search, trainer_link
+from lazysnap.keeper import mapped_slots, search, trainer_link
 from lazysnap.keeper.asking import NeighbourMemory, ask
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import Answer, KeptMemory, Question, SlotFacts
 from lazysnap.keeper.trainer_link import Silence
+from lazysnap.memory.slots import make_slot
 from lazysnap.shard.checksum import Checksums
 from lazysnap.shard.manifest import CaptureMeta
 
@@ -390,8 +391,46 @@ def test_a_slot_that_cannot_be_mapped_is_memory_that_was_refused(client, peer, s
     os.close(empty)
 
     is_ready(client)
-    assert client.state.memory_refusal.startswith("a slot of the keeper cannot be mapped: ")
+    assert client.memory_refusal.startswith("a slot of the keeper cannot be mapped: ")
     assert client.is_connected
+
+
+def test_a_slot_that_cannot_be_populated_is_reported_and_tried_again(client, peer, tmp_path, monkeypatch):
+    """Else captures find no slot for ever, and nothing says why."""
+    monkeypatch.setattr(mapped_slots, "_AGAIN_S", 0.01)
+    with contextlib.closing(make_slot(4096, 1 << 16, str(tmp_path))) as slot:
+        peer.send([slot.descriptor], slots=(slot.slot_id,))
+        assert until(client.mapped)
+        os.ftruncate(slot.descriptor, slot.size_bytes - 4096)  # its last page cannot be entered
+
+        client.ask_memory(WISH)
+        assert until(lambda: client.memory_refusal)
+        assert client.slots() == ()
+
+        os.ftruncate(slot.descriptor, slot.size_bytes)
+        is_ready(client)
+        assert client.memory_refusal == ""
+
+
+def test_without_a_thread_there_is_no_memory_and_no_error(client, peer, slot):
+    """Training goes on: neither the connection nor the pages of slots are worth its end."""
+    peer.send([slot.descriptor], slots=(slot.slot_id,))
+    assert until(client.mapped)
+    other = KeeperClient(client._identity, local_rank=1, linger_s=60.0, io_timeout_s=TIMEOUT_S)
+    stack_bytes = threading.stack_size(1 << 47)  # more than there are addresses
+    try:
+        client.ask_memory(WISH)
+        other.start()
+    finally:
+        threading.stack_size(stack_bytes)
+
+    assert "thread" in client.memory_refusal
+    assert "thread" in other.failure()
+    other.leave(Farewell.LEFT, timeout_s=0.0)
+
+    client.ask_memory(WISH)
+    is_ready(client)
+    assert client.memory_refusal == ""
 
 
 def test_a_returned_slot_is_unmapped_and_said_until_the_keeper_freed_it(client, peer, slot):
@@ -431,12 +470,12 @@ def test_sequence_numbers_grow_beyond_all_that_memory_holds(client, peer, slot):
 
 
 def test_the_keeper_is_woken_for_the_steps_that_it_awaits(client, peer):
-    peer.page.await_step(7)
+    peer.page.set_awaited_step(7)
     client.wake(6)
     assert not peer.is_awake()
     client.wake(7)
     assert peer.is_awake()
-    peer.page.await_step(None)
+    peer.page.set_awaited_step(None)
     client.wake(8)
     assert not peer.is_awake()
 
@@ -699,7 +738,7 @@ def test_a_training_that_is_over_wants_no_other_keeper_after_the_one_that_it_tol
     searched.state()
     leaving = threading.Thread(target=client.leave, args=(Farewell.OVER, 3 * TIMEOUT_S))
     leaving.start()
-    assert until(lambda: client._link.is_left)
+    assert until(lambda: client._link.is_leaving)
     searched.channel.close()
     told = keeper.accept()
     assert told.state().farewell is Farewell.OVER

@@ -6,9 +6,7 @@ import signal
 
 import pytest
 from keeper_jobs import until
-from support.catalogue import inventory_of
-
-from lazysnap.levels.store import open_storage
+from support.stored import steps_at
 
 DEADLINE_S = 60
 
@@ -44,8 +42,7 @@ def test_a_trainer_that_dies_before_the_next_keeper_runs_has_left_it_everything(
         second = job.trainer(reserve=0)
         assert [entry[:3] for entry in second.inventory()] == [[1, "ab" * 8, True], [2, "ab" * 8, True]]
     else:
-        storage = open_storage(job.level()["url"])
-        assert until(lambda: 2 in [entry.step for entry in inventory_of(storage).entries])
+        assert until(lambda: 2 in steps_at(job.level()["url"]))
         assert until(job.is_gone)
 
 
@@ -71,4 +68,4 @@ def test_a_trainer_that_dies_before_it_starts_the_next_keeper_leaves_what_is_on_
 
     assert until(job.is_dead)
     assert job.trainer(reserve=0, levels=[level]).inventory() == []
-    assert [entry.step for entry in inventory_of(open_storage(level["url"])).entries] == [1]
+    assert steps_at(level["url"]) == [1]

@@ -17,7 +17,7 @@ from lazysnap.keeper.asking import NeighbourMemory
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.memory.slots import Slot, make_slot
-from lazysnap.warm.place import ENVIRONMENT
+from lazysnap.warm.directories import ENVIRONMENT
 
 WAIT_S = 60.0
 

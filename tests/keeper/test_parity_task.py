@@ -18,6 +18,7 @@ from lazysnap.errors import LazySnapError
 from lazysnap.keeper.parity import ParityStore
 from lazysnap.levels.blocks import WantedBytes
 from lazysnap.levels.watched import RateLimiter
+from lazysnap.memory.capture_reader import CaptureAborted
 from lazysnap.parity.groups import Group
 from lazysnap.parity.pieces import Pieces
 from lazysnap.peers.secret import draw_secret
@@ -106,6 +107,40 @@ def restart():
 
 def outcomes(ended):
     return [type(event) for event in ended]
+
+
+# --- memory ---
+
+
+def anonymous_bytes():
+    """Private memory of this process that is in place."""
+    with open("/proc/self/status") as file:
+        [line] = [line for line in file if line.startswith("RssAnon:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_memory_for_parity_is_in_place_before_it_is_no_longer_reserved():
+    """Else slots that are made meanwhile would be promised the same memory."""
+    size_bytes = 40 << 20
+    before = anonymous_bytes()
+
+    buffers = ParityStore().buffers(2, size_bytes, lambda: None)
+
+    assert anonymous_bytes() - before >= 2 * size_bytes
+    assert all(len(buffer) == size_bytes and not any(buffer[:4096]) for buffer in buffers)
+
+
+def test_a_task_that_is_cancelled_takes_no_more_memory_for_parity():
+    size_bytes = 256 << 20
+    before = anonymous_bytes()
+
+    def beat():
+        raise CaptureAborted("cancelled")
+
+    with pytest.raises(CaptureAborted):
+        ParityStore().buffers(2, size_bytes, beat)
+
+    assert anonymous_bytes() - before < size_bytes
 
 
 # --- protected ---
@@ -350,7 +385,7 @@ def test_another_start_is_not_read(group):
 def test_a_step_without_memory_for_its_parity_fails(group, monkeypatch):
     group.capture(STEP)
 
-    def refuse(count, size_bytes):
+    def refuse(count, size_bytes, beat):
         raise MemoryError
 
     monkeypatch.setattr(group.nodes[0].store, "buffers", refuse)

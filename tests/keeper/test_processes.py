@@ -12,6 +12,7 @@ import sys
 import pytest
 from support.catalogue import inventory_of
 from support.listing import files_below
+from support.stored import steps_at
 from support.waiting import stop, until
 
 from lazysnap.core.messages import PROTOCOL
@@ -19,10 +20,6 @@ from lazysnap.errors import KeeperError
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import Question
 from lazysnap.levels.store import open_storage
-
-
-def steps_at(url):
-    return sorted(entry.step for entry in inventory_of(open_storage(str(url))).entries)
 
 
 def starts_at(url):
@@ -45,6 +42,32 @@ def is_running(pid):
         return stat_of(pid)[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_a_start_of_a_keeper_that_hangs_does_not_hold_up_a_fork():
+    """Workers of a data loader are forked by the training thread; a keeper is started beside it."""
+    script = (
+        "import os\n"
+        "from lazysnap.keeper import launch\n"
+        "launch._FORK_WAIT_S = 0.01\n"
+        "for is_free in (False, True):\n"
+        "    lock = launch._starting\n"
+        "    if not is_free:\n"
+        "        lock.acquire()\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        os._exit(int(launch._starting.locked()))\n"
+        "    assert os.waitpid(pid, 0)[1] == 0\n"
+        "    assert lock.locked() is not is_free\n"
+        "    if not is_free:\n"
+        "        lock.release()\n"
+        "print('forked')"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    run = subprocess.run([sys.executable, "-c", script], env=environment, text=True, capture_output=True, timeout=60)
+
+    assert run.stdout == "forked\n", run.stderr
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.catalogue import inventory_of
+from support.stored import steps_at
 from support.waiting import until
 
 from lazysnap.keeper.node_part import read_index
@@ -218,4 +219,4 @@ def test_what_ranks_left_that_the_next_start_does_not_have_stays_until_a_snapsho
     pathlib.Path(level["url"]).unlink()
 
     until(lambda: len(slots_of(keeper)) == 3)
-    assert [entry.step for entry in inventory_of(open_storage(level["url"])).entries] == [2]
+    assert steps_at(level["url"]) == [2]

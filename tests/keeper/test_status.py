@@ -1,10 +1,13 @@
 """``lazysnap status``: what it shows of keepers that live, store, fail, hang or belong to others."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
+import struct
 import subprocess
+import threading
 
 import pytest
 from msgspec.structs import replace
@@ -15,8 +18,11 @@ from support.waiting import until
 from lazysnap.cli import main
 from lazysnap.cli.keepers import of_this_node
 from lazysnap.cli.survival import file_system_of, survival
+from lazysnap.config import SnapshotConfig
+from lazysnap.core.messages import PROTOCOL
+from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.questions import LevelFacts, NodeState
-from lazysnap.warm.place import ENVIRONMENT
+from lazysnap.warm.directories import ENVIRONMENT
 
 SHELL = ["/bin/sh", "-c", "read line", "-m", "lazysnap.keeper", "--job=a", "--node=b", "--socket=00"]
 """A process that looks like a keeper in lists of processes."""
@@ -148,6 +154,27 @@ def test_what_is_being_stored_is_shown_with_its_progress(job, of_job):
 
 
 @pytest.mark.slow
+def test_a_keeper_of_another_version_is_not_to_be_killed_before_it_has_stored(capsys):
+    lock = JobIdentity.from_config(SnapshotConfig(job_id="older")).files.try_lock()
+    with contextlib.closing(lock), lock.bind() as listener:
+        listener.listen()
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(struct.pack("<IHH", 0, PROTOCOL + 1, 0))
+
+        keeper = threading.Thread(target=answer)
+        keeper.start()
+        assert main(["stop", "older", "--json"]) == 1
+        keeper.join()
+        lock.remove()
+
+    (staying,) = json.loads(capsys.readouterr().out)["staying"]
+    assert f"`kill {os.getpid()}` ends it: it stores what it holds first" in staying["reason"]
+
+
 def test_a_keeper_that_is_stopped_is_one_line_within_the_deadline(job, status, capsys):
     trainer = job.trainer()
     trainer.capture(step=1)

@@ -5,12 +5,11 @@ import pathlib
 
 import pytest
 from keeper_jobs import Job
-from support.catalogue import inventory_of
 from support.keepers import stopped
+from support.stored import steps_at
 from support.waiting import until
 
 from lazysnap.cli import main
-from lazysnap.levels.store import open_storage
 
 
 def stop(capsys, job, *more):
@@ -33,7 +32,7 @@ def test_a_lingering_keeper_stores_its_newest_capture_and_ends(job, capsys):
     assert code == 0
     assert said["ended"] == [{"pid": keeper, "durable": {level["url"]: 3}}]
     assert job.is_gone()
-    assert max(entry.step for entry in inventory_of(open_storage(level["url"])).entries) == 3
+    assert max(steps_at(level["url"])) == 3
 
 
 @pytest.mark.slow

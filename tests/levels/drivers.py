@@ -159,6 +159,55 @@ class LosesSight(MemoryFileSystem):
         return super().info(path, **options)
 
 
-DRIVERS = (ObjectStore, NoCreate, IgnoresCreate, LosesBytes, NoTimes, Talkative, LooksFirst, LosesSight)
+class Keeps(MemoryFileSystem):
+    """As smb://: a file is not renamed to a name that exists."""
+
+    protocol = "keeps"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+    def mv(self, path1, path2, **options):
+        if self.exists(path2):
+            raise OSError(17, "File exists")
+        super().mv(path1, path2, **options)
+
+
+class KeepsInSilence(Keeps):
+    """As webhdfs://, which does not say so."""
+
+    protocol = "keepsinsilence"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+    def mv(self, path1, path2, **options):
+        if not self.exists(path2):
+            super().mv(path1, path2, **options)
+
+
+class LosesSize(ObjectStore):
+    """Does not answer when it is asked about a file that has just arrived."""
+
+    protocol = "losessize"
+
+    def info(self, path, **options):
+        facts = super().info(path, **options)
+        if path.endswith(".safetensors"):
+            raise TimeoutError("no answer")
+        return facts
+
+
+DRIVERS = (
+    ObjectStore,
+    NoCreate,
+    IgnoresCreate,
+    LosesBytes,
+    NoTimes,
+    Talkative,
+    LooksFirst,
+    LosesSight,
+    Keeps,
+    KeepsInSilence,
+    LosesSize,
+)
 for driver in DRIVERS:
     fsspec.register_implementation(driver.protocol, driver, clobber=True)

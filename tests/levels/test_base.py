@@ -16,9 +16,9 @@ from support.listing import files_below
 from support.place import PAGE, pattern
 
 from lazysnap.errors import FormatError
-from lazysnap.levels.base import BlockPlaces
 from lazysnap.levels.blocks import Buffers, FileBlocks, WantedBytes, fill, verify
 from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.node_base import BlockPlaces
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.source import MemorySource, NodeSource, map_anonymous, shard_of
 from lazysnap.levels.storage import Storage

@@ -12,11 +12,13 @@ from snapshots import OTHER, RUN, Image, files, meta, whole
 from support.catalogue import inventory_of
 from support.image import write_shard
 from support.names import directory_of
+from support.place import write_object
 
 from lazysnap.cli import main
 from lazysnap.errors import ConfigError, LevelError
 from lazysnap.levels.fsspec_storage import FsspecStorage
 from lazysnap.levels.leftovers import sweep
+from lazysnap.levels.local import LocalStorage
 from lazysnap.levels.node_file import FilePlace, delete_files
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import keep, open_storage, release
@@ -186,6 +188,23 @@ def test_a_snapshot_that_is_copied_into_a_level_while_a_job_starts_arrives(level
         temporary.rename(target / name)
     assert sweep(store) == []
     assert 9 in whole(store, run)
+
+
+class Replaced(LocalStorage):
+    """A writer publishes a file while a sweep looks whether the old one is committed."""
+
+    def _path_exists(self, path):
+        write_object(LocalStorage(self.url), f"{directory_of(9)}/{SHARD}", b"new")
+        return super()._path_exists(path)
+
+
+def test_a_file_that_a_writer_has_just_replaced_is_not_swept(level):
+    path = f"{directory_of(9)}/{SHARD}"
+    write_object(LocalStorage(str(level)), path, b"old")
+
+    assert not Replaced(str(level)).delete_abandoned(path, unless=f"{directory_of(9)}/{MANIFEST}")
+
+    assert (level / path).read_bytes() == b"new"
 
 
 def test_what_does_not_change_for_a_day_is_nobodys(level, monkeypatch):

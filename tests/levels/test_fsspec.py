@@ -142,6 +142,41 @@ def test_a_place_that_loses_bytes_is_found_out(place):
     assert storage.list(directory_of(1)) == []
 
 
+def test_a_file_whose_size_cannot_be_asked_for_is_not_published(place):
+    storage = FsspecStorage(f"losessize://{place}/run")
+    with pytest.raises(LevelError, match="no answer"):
+        upload(storage, pattern(6000))
+    assert storage.list(directory_of(1)) == []
+
+
+def test_an_object_that_is_written_again_is_never_missing(place, monkeypatch):
+    """A name that is given again, for example: without it retention deletes the snapshot."""
+    storage = FsspecStorage(f"memory://{place}/run")
+    path = f"{directory_of(1)}/keep-best"
+    storage.put(path, b"old")
+    rm_file = MemoryFileSystem.rm_file
+
+    def rm_temporary_file(self, path):
+        assert "tmp-" in path
+        rm_file(self, path)
+
+    monkeypatch.setattr(MemoryFileSystem, "rm_file", rm_temporary_file)
+    storage.put(path, b"new")
+
+    assert storage.get(path) == b"new"
+
+
+@pytest.mark.parametrize("protocol", ["keeps", "keepsinsilence"])
+def test_an_object_is_replaced_also_where_a_file_is_not_renamed_to_a_name_that_exists(place, protocol):
+    storage = FsspecStorage(f"{protocol}://{place}/run")
+    path = f"{directory_of(1)}/keep-best"
+    storage.put(path, b"old")
+    storage.put(path, b"new")
+
+    assert storage.get(path) == b"new"
+    assert storage.list(directory_of(1)) == ["keep-best"]
+
+
 @pytest.mark.parametrize(
     ("protocol", "shows_open_files"), [("memory", True), ("objects", False), ("nocreate", False), ("looksfirst", True)]
 )

@@ -5,13 +5,12 @@ import pytest
 import torch
 from harness import BATCH_SIZE, Net, Numbers
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from support.catalogue import inventory_of
+from support.stored import names_at
 from torch.utils.data import DataLoader
 
 import lazysnap
 from lazysnap import KeepBest, LazySnapshotCallback, PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError
-from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import best_names
 
 
@@ -58,8 +57,7 @@ def fit(directory, wish, *callbacks, has_validation=True, seed=1):
 
 def kept(directory):
     """Values of the names, the best first."""
-    entries = inventory_of(open_storage(str(directory / "lazysnap"))).entries
-    return [name.value for name in best_names({name for entry in entries for name in entry.names})]
+    return [name.value for name in best_names(names_at(directory / "lazysnap"))]
 
 
 @pytest.mark.parametrize(("metric", "has_validation"), [("val_loss", True), ("average", False)])

@@ -10,7 +10,7 @@ from harness import BATCH_SIZE, Net, Numbers, digest
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
-from support.catalogue import newest_directory
+from support.stored import newest_directory
 from torch.utils.data import DataLoader
 
 from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig

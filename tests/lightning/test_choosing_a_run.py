@@ -1,19 +1,17 @@
 """A fit that begins fresh in a used directory leaves the run there; ``ckpt_path="run:…"`` goes back to it, exactly."""
 
 import pytest
-from support.catalogue import inventory_of
+from support.stored import snapshots_at
 from support.waiting import until
 from test_callback import DieAt, Plain, finish, fit, loaders, make_trainer, raising
 
 from lazysnap import LazySnapshotCallback
 from lazysnap.errors import ConfigError, SnapshotNotFound
-from lazysnap.levels.store import open_storage
-from lazysnap.resolver import candidates
 
 
 def stored(directory):
     """Run and step of the complete snapshots there, the newest first."""
-    return [(plan.run_id, plan.step) for plan in candidates([inventory_of(open_storage(str(directory / "lazysnap")))])]
+    return [(found.run_id, found.step) for found in snapshots_at(directory / "lazysnap")]
 
 
 def test_a_run_that_a_fresh_fit_left_is_continued_by_its_name(tmp_path, caplog):

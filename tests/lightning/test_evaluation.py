@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from support.catalogue import newest_directory
+from support.stored import newest_directory
 from test_callback import Plain, fit, loaders, make_trainer
 
 from lazysnap import LazySnapshotCallback

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 from harness import digest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.catalogue import newest_directory
+from support.stored import newest_directory
 from test_callback import DieAt, Plain, Ready, fit, loaders, make_trainer, raising
 
 from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig, load_weights

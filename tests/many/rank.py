@@ -201,8 +201,9 @@ def beat(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
 
 
 def talk(rank: int, timeout_s: float, write: Callable[..., None]) -> None:
-    """Every rank says something of another length, one of them very much."""
-    told = World(timeout_s).exchange("talking", [rank, "é" * (300_000 if rank == 1 else rank)])
+    """Every rank says something of another length, one of them very much; the program has set a default device."""
+    with torch.device("meta"):
+        told = World(timeout_s).exchange("talking", [rank, "é" * (300_000 if rank == 1 else rank)])
     write("told", *(f"{number}:{len(text)}" for number, text in told))
 
 

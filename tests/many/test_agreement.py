@@ -165,7 +165,7 @@ def test_ranks_with_other_settings_are_all_told_when_they_begin(make_job):
     codes = job.run("plain", 2, by_rank={"1": {"every": 2}})
 
     assert 0 not in codes
-    assert job.output().count("ConfigError: ranks 0 and 1 have other settings: every_n_steps is 1 and 2") == 2
+    assert job.output().count("ConfigError: ranks 0 and 1 have different settings: every_n_steps is 1 and 2") == 2
 
 
 def test_ranks_of_one_node_with_different_directories_are_all_told_when_they_begin(make_job):

@@ -1,8 +1,7 @@
 """Several ranks keep the best snapshots: the value of rank 0 counts, on all of them."""
 
-from support.catalogue import inventory_of
+from support.stored import names_at
 
-from lazysnap.levels.store import open_storage
 from lazysnap.shard.best import best_names
 
 
@@ -13,6 +12,4 @@ def test_the_value_of_rank_0_counts(job):
 
     kept = [line[2:] for line in job.events("kept")]
     assert sorted(kept) == sorted(2 * [["1", "1"], ["2", "2"], ["3", "3"], ["4", "None"], ["5", "5"]])
-    level = open_storage(job.levels[0]["url"])
-    names = {name for entry in inventory_of(level).entries for name in entry.names}
-    assert [(name.value, name.step) for name in best_names(names)] == [(0.3, 2), (0.35, 5)]
+    assert [(name.value, name.step) for name in best_names(names_at(job.levels[0]["url"]))] == [(0.3, 2), (0.35, 5)]

@@ -6,6 +6,7 @@ import pytest
 from jobs import is_of_keeper
 from rank_keepers import kill_keepers
 from support.catalogue import inventory_of
+from support.stored import steps_at
 from support.waiting import until
 
 from lazysnap.levels.store import open_storage
@@ -205,8 +206,7 @@ def test_what_all_have_in_memory_goes_to_storage_when_they_died(make_job, end_ke
     assert codes == [-9, -9], job.output()
     newest = max([promised(job, 2, 1), *whole(job, 2)])
     assert newest >= 4
-    storage = open_storage(str(tmp_path / "level"))
-    until(lambda: any(plan.step >= newest for plan in candidates([inventory_of(storage)])), job.output)
+    until(lambda: any(step >= newest for step in steps_at(tmp_path / "level")), job.output)
     end_keepers(job)
 
     assert set(job.run("ddp", 2, look=True)) == {0}, job.output()

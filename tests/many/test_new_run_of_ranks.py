@@ -1,18 +1,12 @@
 """Several ranks that go back by choice begin one new run, the same on all, and lose nothing of what they leave."""
 
-from support.catalogue import inventory_of
+from support.stored import runs_at
 from support.waiting import until
-
-from lazysnap.levels.store import open_storage
-from lazysnap.resolver import candidates
 
 
 def stored(job):
     """Per run, the newest first: the steps of its complete snapshots."""
-    runs = {}
-    for plan in candidates([inventory_of(open_storage(job.levels[0]["url"]))]):
-        runs.setdefault(plan.run_id, []).append(plan.step)
-    return runs
+    return runs_at(job.levels[0]["url"])
 
 
 def make(make_job, tmp_path):

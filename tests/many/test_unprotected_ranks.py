@@ -6,9 +6,7 @@ import signal
 
 import pytest
 from rank_keepers import keeper_of
-from support.catalogue import inventory_of
-
-from lazysnap.levels.store import open_storage
+from support.stored import snapshots_at
 
 NO_MEMORY = {"max_bytes": 1 << 16, "spill_dir": ""}
 
@@ -22,7 +20,7 @@ def test_ranks_train_on_where_some_have_no_memory_and_those_say_so(make_job, kin
     assert codes == [0, 0], job.output()
     assert {int(line[2]) for line in job.events("trained")} == set(range(1, 9))
     assert [line[-1] for line in job.events("closed")] == ["False", "False"], job.output()
-    assert not inventory_of(open_storage(job.levels[0]["url"])).entries
+    assert not snapshots_at(job.levels[0]["url"])
     assert all("NOT protected in memory" in output(job, rank) for rank in lacking)
 
 

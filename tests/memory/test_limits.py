@@ -10,11 +10,11 @@ import pytest
 from support.groups import joining, kills, memory_group
 from support.programs import TWO_RANKS
 
-from lazysnap.memory.limits import available_bytes
+from lazysnap.memory.available import available_bytes
 
 MIB = 1 << 20
 HERE = pathlib.Path(__file__).parent
-AVAILABLE = "from lazysnap.memory.limits import available_bytes; print(available_bytes())"
+AVAILABLE = "from lazysnap.memory.available import available_bytes; print(available_bytes())"
 
 
 def run(group, *arguments, code=0, **variables):

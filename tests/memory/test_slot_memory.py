@@ -456,9 +456,9 @@ def test_a_trainer_wakes_the_keeper_from_the_awaited_step_on():
         return [step for step in (0, 6, 7, 8) if page.is_awaited(step)]
 
     assert awaited() == [0, 6, 7, 8]
-    keeper_page.await_step(7)
+    keeper_page.set_awaited_step(7)
     assert awaited() == [7, 8]
-    keeper_page.await_step(None)
+    keeper_page.set_awaited_step(None)
     assert awaited() == []
     page.close()
     keeper_page.close()

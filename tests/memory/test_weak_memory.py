@@ -125,7 +125,7 @@ def is_noticed(modules, seed, moment):
         """Await step 7 on a node whose levels were busy, then look at the slot."""
         running.append(keeper)
         node._cells = WeakWords(memory, keeper, "node")
-        node.await_step(7)
+        node.set_awaited_step(7)
         seen.append(pages[1].load(begin) == 8)
         node._cells = WeakWords(memory, trainer, "node", after_load)
         running.pop()

@@ -7,12 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from support.catalogue import inventory_of
 from support.nodes import Cluster, Command, Node
+from support.stored import snapshots_at
 from support.waiting import until
-
-from lazysnap.levels.store import open_storage
-from lazysnap.resolver import candidates
 
 SCRIPT = str(pathlib.Path(__file__).with_name("train.py"))
 STEPS = 14
@@ -125,7 +122,7 @@ class Training:
 
     def complete(self) -> list[int]:
         """Steps of the complete snapshots at its level, the newest first, as a restart finds them."""
-        return [plan.step for plan in candidates([inventory_of(open_storage(str(self.level)))])]
+        return [found.step for found in snapshots_at(self.level)]
 
     def end(self) -> None:
         """Kill its ranks and launchers on all nodes that are left, as a scheduler does. Keepers stay."""

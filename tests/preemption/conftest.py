@@ -11,13 +11,11 @@ import sys
 import uuid
 
 import pytest
-from support.catalogue import inventory_of, newest_directory
 from support.keepers import keeper_of
+from support.stored import newest_directory, steps_at
 
 from lazysnap import SnapshotConfig
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.levels.store import open_storage
-from lazysnap.resolver import candidates
 
 HERE = pathlib.Path(__file__).parent
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -118,7 +116,7 @@ class Trainings:
 
     def all_durable(self):
         """The complete steps on storage."""
-        return {plan.step for plan in candidates([inventory_of(open_storage(self.url))])}
+        return set(steps_at(self.url))
 
     def keeper(self, node=None):
         """The keeper of this machine, or of one that a rank takes itself to be on."""

@@ -64,7 +64,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "core/test_core.py::TestRequiredSteps::test_one_that_a_slow_level_copies_takes_no_grant_from_a_faster_one": [
         ("core/coordinator.py", "Coordinator._grant_next", "self._copies_from_faster(index)"),
-        ("core/coordinator.py", "Coordinator._find_overtaken", "self._may_be_overtaken(index)"),
+        ("core/coordinator.py", "Coordinator._overtake_grants", "self._may_be_overtaken(index)"),
     ],
     "core/test_core.py::TestRequiredSteps::test_what_is_protected_stays_while_a_trainer_with_fewer_slots_restores": [
         ("core/node.py", "Node.keys_to_hold", "self.protected is not None"),
@@ -121,7 +121,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._give_up_what_nobody_has", "not self._is_storage_open()"),
     ],
     "core/test_core.py::TestRequiredSteps::test_one_that_a_level_may_have_is_not_lost_before_that_one_is_listed": [
-        ("core/coordinator.py", "Coordinator._find_lost", "not self._is_storage_open()"),
+        ("core/coordinator.py", "Coordinator._count_lost", "not self._is_storage_open()"),
         ("core/coordinator.py", "Coordinator._may_be_copied", "not level.is_open"),
     ],
     "core/test_core.py::TestTrainers": [
@@ -174,7 +174,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core_by_model.py::test_anything_may_happen_in_a_few_examples": [
         (
             "core/coordinator.py",
-            "Coordinator._find_lost",
+            "Coordinator._count_lost",
             "not any((key in level.complete for level in self._storage))",
         ),
         ("core/job.py", "JobCore._send_state", "self.coordinator is None and self._sent_report is not None"),

@@ -122,7 +122,7 @@ def opened() -> Iterator[WholeSnapshot]:
     catalogue = Catalogue(open_storage(str(FOLDER)))
     [plan] = catalogue.plans()
     assert catalogue.problems == []
-    with contextlib.closing(open_snapshot(catalogue, plan, verify=True)) as snapshot:
+    with contextlib.closing(open_snapshot(catalogue, plan)) as snapshot:
         yield WholeSnapshot(snapshot)
 
 

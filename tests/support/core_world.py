@@ -322,6 +322,7 @@ class SimKeeper:
                 self._must_look = True
             case actions.Release():
                 self.node.slots(action.rank)[action.slot_id].release()
+                self._must_look = True
             case actions.AdoptSlots():
                 self._must_look = True
             case actions.VoidSlot():

@@ -127,6 +127,7 @@ class FedKeeper:
                 self.see()
             case Release():
                 self.slots[action.rank][action.slot_id].release()
+                self.see()
             case VoidSlot():
                 self.slots[action.rank][action.slot_id].void(action.sequence)
                 self.see()

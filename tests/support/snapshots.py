@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lazysnap.errors import FormatError, LevelError
 from lazysnap.levels.blocks import FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace, delete_files, entries_of
-from lazysnap.levels.source import MemorySource, Progress, map_anonymous, no_progress
+from lazysnap.levels.source import ByteCounter, MemorySource, map_anonymous, no_progress
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import Entry
 from lazysnap.shard.checksum import Checksums
@@ -98,7 +98,7 @@ def key_of(manifest: Manifest, rank: int, name: str) -> str:
     return name if len(manifest.shards) == 1 else f"rank-{rank:05d}/{name}"
 
 
-def read_image(store: Storage, entry: Entry, out: memoryview, progress: Progress = no_progress) -> Manifest:
+def read_image(store: Storage, entry: Entry, out: memoryview, progress: ByteCounter = no_progress) -> Manifest:
     """The file of an entry, verified. Raises: as ``fill``."""
     manifest, place = FilePlace.of(store, entry).read_manifest(), FilePlace.of(store, entry)
     place.check_sizes(manifest)
@@ -111,7 +111,7 @@ def read_image(store: Storage, entry: Entry, out: memoryview, progress: Progress
     return manifest
 
 
-def read_whole(store: Storage, entry: Entry, progress: Progress = no_progress) -> None:
+def read_whole(store: Storage, entry: Entry, progress: ByteCounter = no_progress) -> None:
     """Read an entry as a restore does, and compare every byte with what was written.
 
     Raises: FormatError, FileNotFoundError, LevelError: what is allowed of a snapshot that is damaged or gone.

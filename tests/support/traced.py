@@ -27,6 +27,25 @@ class Stream(IterableDataset):
         yield from ((number, torch.full((4,), number / LENGTH)) for number in range(LENGTH))
 
 
+class SavingStream(Stream):
+    """The same, and it saves its position."""
+
+    def __init__(self):
+        self.given = 0
+
+    def __iter__(self):
+        while self.given < LENGTH:
+            self.given += 1
+            yield self.given - 1, torch.full((4,), (self.given - 1) / LENGTH)
+        self.given = 0
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
 class Progress(dict):
     """What a loop counts."""
 

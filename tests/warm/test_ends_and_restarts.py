@@ -14,7 +14,7 @@ import pytest
 from support.waiting import until
 from warm_place import LAZYSNAP
 
-from lazysnap.warm import place as places
+from lazysnap.warm import directories
 
 HANDLES = """
 import json, os, signal, sys
@@ -400,8 +400,12 @@ def test_a_directory_that_others_can_write_to_is_refused(place):
 
 def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path, monkeypatch):
     """A client that was stopped while it started a parent would stop all other starts."""
-    monkeypatch.setattr(places, "_LOCK_S", 0.1)
-    with places.locked(str(tmp_path)), pytest.raises(TimeoutError, match="lock"), places.locked(str(tmp_path)):
+    monkeypatch.setattr(directories, "_LOCK_S", 0.1)
+    with (
+        directories.locked(str(tmp_path)),
+        pytest.raises(TimeoutError, match="lock"),
+        directories.locked(str(tmp_path)),
+    ):
         pass
 
 

@@ -189,3 +189,16 @@ def test_torchrun_itself_starts_again_warm(place):
     assert_warm(seen(place))
     assert err.count("the command ended with exit code 1") == 2
     place.wait_until_gone()
+
+
+def test_the_path_of_an_interpreter_may_have_blanks_and_quotes(place):
+    folder = place.directory / "it's mine"
+    folder.mkdir()
+    python = folder / "python3"
+    python.symlink_to(os.path.realpath(sys.executable))
+    program = "import os, subprocess; subprocess.run([os.environ['PYTHON_EXEC'], '-c', 'print(1)'], check=True)"
+
+    code, out, err = place.warm(str(python), "-c", program)
+
+    assert (code, out) == (0, "1\n"), err
+    place.wait_until_gone()

@@ -5,7 +5,6 @@ import itertools
 import logging
 import os
 import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -17,8 +16,9 @@ from accelerate.utils import gather_object
 from lazysnap.console import say
 from lazysnap.core.messages import StepKey
 from lazysnap.engine import SnapshotEngine
+from lazysnap.engine.stored import wait_held_or_stored
 from lazysnap.errors import LevelError
-from lazysnap.exports.named import Named, forget_name, has_checkpoint, name_snapshot, named_in
+from lazysnap.exports.named import Named, delete_checkpoint, forget_name, has_checkpoint, name_snapshot, named_in
 from lazysnap.exports.process import start_export
 from lazysnap.integrations.accelerate.numbering import Numbering
 from lazysnap.integrations.accelerate.state import AcceleratorState
@@ -101,7 +101,7 @@ class Directories:
             names[place] = name
             is_captured = capture()
         is_kept = is_captured and engine.keep(name) == engine.step
-        is_stored_later = is_kept and engine._is_to_be_stored(engine.step, _KEPT_WITHIN_S)
+        is_stored_later = is_kept and wait_held_or_stored(engine._run, engine.step, _KEPT_WITHIN_S)
         if not all(gather_object([is_stored_later])):
             if is_kept:
                 engine.release(name)  # otherwise a later snapshot would get the name
@@ -124,7 +124,7 @@ class Directories:
             stock(directory)
         if self._is_main_process:
             for superseded in self.numbering.superseded(directory):
-                shutil.rmtree(superseded, ignore_errors=True)
+                delete_checkpoint(superseded)
 
     def _release_deleted(self, engine: SnapshotEngine) -> None:
         """Release the snapshots whose directories were deleted, or no longer name a snapshot. Collective."""

@@ -30,7 +30,7 @@ Snapshots = str | os.PathLike[str] | SnapshotConfig | None
 
 _REFUSED = {
     "DEEPSPEED": "DeepSpeed cannot be captured: each process holds a part of weights and optimizer state that no "
-    "state_dict() tells of. Use FSDP2 (fsdp_version: 2) or DDP, or stock accelerate.Accelerator",
+    "state_dict() returns. Use FSDP2 (fsdp_version: 2) or DDP, or stock accelerate.Accelerator",
     "MEGATRON_LM": "Megatron-LM cannot be captured: it keeps the training state in objects of its own. Use stock "
     "accelerate.Accelerator",
     "XLA": "XLA cannot be captured: its tensors are evaluated lazily on another device. Use stock "

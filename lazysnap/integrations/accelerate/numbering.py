@@ -42,9 +42,9 @@ class Numbering:
 
     def continue_behind_loaded(self, directory: str) -> None:
         """Continue the numbers after a checkpoint that Accelerate loaded."""
-        match = _NAME.fullmatch(os.path.basename(directory))
-        if self.is_automatic and match is not None:
-            self.continue_behind(int(match[1]))
+        number = _number_of(directory)
+        if self.is_automatic and number is not None:
+            self.continue_behind(number)
 
     @contextlib.contextmanager
     def suspended(self) -> Iterator[None]:
@@ -67,9 +67,9 @@ class Numbering:
     def superseded(self, directory: str) -> list[str]:
         """Return the oldest checkpoints beyond ``total_limit`` that are older than ``directory``, which is durable."""
         limit = self._project.total_limit
-        if not self.is_automatic or limit is None:
+        newest = _number_of(directory)
+        if not self.is_automatic or limit is None or newest is None:
             return []
-        newest = int(directory.rpartition("_")[2])
         numbers = self._numbers()
         num_surplus = max(0, len(numbers) - limit)
         return [self._path_of(number) for number in numbers[:num_surplus] if number < newest]
@@ -87,7 +87,15 @@ class Numbering:
             return []
         numbers = []
         for name in os.listdir(self._root):
-            match = _NAME.fullmatch(name)
-            if match is not None:
-                numbers.append(int(match[1]))
+            number = _number_of(name)
+            if number is not None:
+                numbers.append(number)
         return sorted(numbers)
+
+
+def _number_of(directory: str) -> int | None:
+    """Return the number in the name of a directory; ``None`` for one that the program named."""
+    match = _NAME.fullmatch(os.path.basename(directory))
+    if match is None:
+        return None
+    return int(match[1])

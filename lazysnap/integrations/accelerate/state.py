@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lazysnap.errors import StateError
 from lazysnap.exports.accelerate import FACTS, numbered
 from lazysnap.integrations.accelerate.boundaries import BoundaryWatch
 from lazysnap.state.objects import ObjectState
@@ -116,6 +117,16 @@ class AcceleratorState(ObjectState):
             objects["scaler"] = accelerator.scaler
         objects[FACTS] = self.counters
         return objects
+
+    def collect(self) -> dict[str, Any]:
+        """See ``StateSource.collect``. Raises: StateError, also if the accelerator does not exist any more."""
+        try:
+            return super().collect()
+        except ReferenceError as error:
+            raise StateError(
+                "the accelerator does not exist any more; call accelerator.end_training() before the function that "
+                "made it returns"
+            ) from error
 
     @contextlib.contextmanager
     def as_checkpoint(self, directory: str, *, safe_serialization: bool) -> Iterator[None]:

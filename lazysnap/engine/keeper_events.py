@@ -73,7 +73,7 @@ class KeeperEvents:
         """Return the names that the first level has or will get. ``stored_names``: names that the keeper reported."""
         return (stored_names | set(self._wanted_names)) - self._released_names
 
-    def are_names_settled(self, state: KeeperState) -> bool:
+    def are_names_answered(self, state: KeeperState) -> bool:
         """Return True if the first level has all names, except those that it can never get. Pure."""
         if state.levels and state.levels[0].is_failing:
             return True  # it may not answer for hours

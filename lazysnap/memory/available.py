@@ -60,9 +60,9 @@ def _mounts(root: str) -> dict[str, tuple[str, str]]:
     """Return the mounted group and its mount point, by type of file system: version 2, and the memory controller."""
     mounts: dict[str, tuple[str, str]] = {}
     for line in _lines(os.path.join(root, "proc/self/mountinfo")):
-        place, _, kind = line.partition(" - ")
-        fields = place.split(" ")
-        fs_type, _, options = kind.split(" ", 2)
+        mount, _, source = line.partition(" - ")
+        fields = mount.split(" ")
+        fs_type, _, options = source.split(" ", 2)
         if fs_type == "cgroup2" or (fs_type == "cgroup" and "memory" in options.split(",")):
             mounts.setdefault(fs_type, (fields[3], fields[4]))
     return mounts
