@@ -24,7 +24,7 @@ from lazysnap.capture.plan import view_of
 logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 1 << 20
-"""Bytes between two looks at whether the capture was dropped."""
+"""Bytes between two checks whether the capture was dropped."""
 
 
 def copy_eager(capture: Capture) -> None:

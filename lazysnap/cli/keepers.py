@@ -167,7 +167,7 @@ def _text_of_durable(durable: Mapping[str, int | None]) -> str:
 
 
 def _ask_to_end(identity: JobIdentity, deadline: float, *, is_forced: bool) -> tuple[int, Answer] | None:
-    """Ask the keeper of a job to end. Return its process and its answer; ``None`` if there is no keeper any more."""
+    """Ask the keeper of a job to end. Return its process and its answer; ``None`` without a keeper."""
     channel = try_connect(identity)
     if channel is None:
         return None

@@ -343,7 +343,7 @@ class Coordinator:
         return ahead
 
     def _overtake_grants(self, ranks: Sequence[RankView]) -> None:
-        """Drop grants of steps that are not required, where they block a required step that could be stored at once.
+        """Drop grants of steps that are not required, if they block a required step that could be stored at once.
 
         After training has ended nothing is overwritten, and all steps are stored one after the other.
         """

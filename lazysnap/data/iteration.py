@@ -245,13 +245,13 @@ class Iteration:
             self._inner = self._make()
 
     def _choose_iterator(self) -> None:
-        """Let the epoch begin as it did before the restart: with an iterator that was made early, or with another."""
+        """Begin the epoch as before the restart: with an early iterator, or with a new one."""
         plan = self._plan
         base = self._base
         if plan.origin is not None:
             drop_early_iterator(base)
             if plan.origin.get("is_early"):
-                base.state_dict()  # makes it, and draws its seed: the generators are put back behind that
+                base.state_dict()  # makes it, and draws its seed: the generators are restored later
         elif has_early_iterator(base):
             plan.notes["is_early"] = True
 

@@ -25,7 +25,7 @@ _UNITS = {"ranks": "ranks", "batch": "samples in a batch", "data": "samples in t
 COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
 """Counters of batches that iterators keep."""
 _streams: "weakref.WeakKeyDictionary[Any, RandomStreams]" = weakref.WeakKeyDictionary()
-"""The generators of each loader. A search passes over long containers in which the one before found nothing."""
+"""The generators of each loader. A search skips long containers without generators, as found by the previous one."""
 _BY_NAME = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 

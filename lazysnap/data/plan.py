@@ -219,7 +219,7 @@ class IterationPlan:
         """Return the state that the loader, or the dataset in this process, saves after ``at`` batches."""
         if self.is_asked:
             return {"at": at, "loader": state_of_loader(self.base)}
-        # Where the iterator of torch does not follow, the dataset may be read ahead, and nothing begins at its state.
+        # If the iterator of torch does not follow, the dataset may be prefetched, and nothing begins at its state.
         if self.follows and not self.workers and is_iterable(self.base) and saves_position(self.base.dataset):
             return {"at": at, "dataset": self.base.dataset.state_dict(), "has_ended": self.has_ended}
         return None

@@ -96,7 +96,7 @@ def forget_name(directory: str) -> None:
 
 
 def delete_checkpoint(directory: str) -> None:
-    """Delete a directory of ``save_state``, as Accelerate does. What cannot be deleted stays.
+    """Delete a directory of ``save_state``, as Accelerate does. Files that cannot be deleted stay.
 
     Blocks: as ``forget_name``: an export that moves files meanwhile would leave a part of a checkpoint.
     """

@@ -139,7 +139,7 @@ class Session:
         steps = self._rollback_steps
         self._rollback_steps = 0
         self.step = self.engine.rollback(steps=steps).step
-        # The steps that were undone are not finished any more: figures count from the newest that is.
+        # Undone steps are no longer finished: metrics count from the newest finished step.
         self._finished_s = {step: time_s for step, time_s in self._finished_s.items() if step <= self.step}
 
     def close(self, *, shows_bar: bool) -> None:

@@ -150,7 +150,7 @@ class KeeperClient:
 
     @property
     def memory_refusal(self) -> str:
-        """Why there is no memory for the next slot, or a slot is of no use; empty otherwise. Hot."""
+        """Return the reason if there is no memory for the next slot, or a slot is unusable; empty otherwise. Hot."""
         return self._link.state.memory_refusal or self._link.slots.problem
 
     def make_ready(self, work: Callable[[TrainerSlot], None]) -> None:

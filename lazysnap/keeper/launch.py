@@ -20,12 +20,12 @@ _CONNECT_S = 1.0
 _LAST_STANDARD_DESCRIPTOR = 2
 _FORK_WAIT_S = 5.0
 _starting = threading.Lock()
-"""A process that is forked while a keeper is started would keep the keeper's end of the connection open."""
+"""Protects forks during the start of a keeper: a child would keep the keeper's end of the connection open."""
 _forking = threading.local()
 
 
 def _before_fork() -> None:
-    """Wait while a keeper is started, which takes milliseconds. A start that hangs does not hold up training."""
+    """Wait while a keeper is started, which takes milliseconds. A start that hangs does not delay training."""
     _forking.has_lock = _starting.acquire(timeout=_FORK_WAIT_S)
 
 
@@ -36,7 +36,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _starting
-    _starting = threading.Lock()  # the thread that has the other one is the parent's
+    _starting = threading.Lock()  # the parent's thread holds the other lock
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
 _AGAIN_S = 5.0
-"""Seconds until a slot that could not be populated is tried again: other processes may end."""
+"""Seconds until populating a slot is retried: other processes may end."""
 _NUM_DOORBELL_DESCRIPTORS = 2
 
 
@@ -38,7 +38,7 @@ class MappedSlots:
     """
 
     def __init__(self, on_ready: Callable[[], None]) -> None:
-        """``on_ready`` is called in the background, without a lock, when a slot became ready, or there is a problem."""
+        """``on_ready``: called in the background, without a lock, when a slot became ready, or there is a problem."""
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self.all: tuple[TrainerSlot, ...] = ()
@@ -52,20 +52,20 @@ class MappedSlots:
         self._waiting: list[TrainerSlot] = []
         """Slots that are not populated yet."""
         self._mapping_problem = ""
-        """Why a slot of this connection cannot be mapped."""
+        """The reason why a slot of this connection cannot be mapped."""
         self._populating_problem = ""
-        """Why the slot that was tried last cannot be populated; empty if no slot waits."""
+        """The reason why the last slot could not be populated; empty if no slot waits."""
         self._is_wanted = False
         self._populating: threading.Thread | None = None
         self._closed = threading.Event()
 
     @property
     def problem(self) -> str:
-        """Why a slot of the keeper is of no use now; empty if none is known. Hot."""
+        """Return the reason why a slot of the keeper is unusable now; empty if there is none. Hot."""
         return self._mapping_problem or self._populating_problem
 
     def begin_connection(self) -> None:
-        """Note that a keeper is going to send all of its slots: what could not be mapped before may be mapped now."""
+        """Record that a keeper will send all of its slots: mapping may succeed now."""
         self._mapping_problem = ""
 
     def map(self, descriptor: int, returned: Collection[int] = ()) -> None:
@@ -128,13 +128,13 @@ class MappedSlots:
             slot.close()
 
     def _begin_populating(self) -> None:
-        """Begin the background work, if there is any. The caller has the lock."""
+        """Begin the background work, if any. The caller has the lock."""
         if not self._is_wanted or not self._waiting or self._populating is not None:
             return
         thread = threading.Thread(target=self._populate_all, name="lazysnap-populate", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the machine has no thread left; the next wish tries again
+        except RuntimeError as error:  # no thread can be started; the next request retries
             self._populating_problem = f"slots cannot be made ready: {error}"
             return
         self._populating = thread
@@ -157,13 +157,13 @@ class MappedSlots:
                 else:
                     self.ready = (*self.ready, slot)
                 self._populating_problem = problem
-            del slot  # it may have been removed meanwhile, and nothing may keep it mapped
+            del slot  # it may have been removed, and must not stay mapped
             self._on_ready()
             if problem:
                 self._closed.wait(_AGAIN_S)
 
     def _populate(self, slot: TrainerSlot) -> str:
-        """Put the pages of a slot in place. Returns: why that is impossible now; empty if it was done."""
+        """Populate a slot. Returns: the reason if that is impossible now; empty on success."""
         try:
             slot.populate()
         except (OSError, ValueError) as error:  # no memory for page tables, or closed meanwhile
@@ -194,7 +194,7 @@ class Doorbell:
 
     @classmethod
     def attach(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
-        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are not there."""
+        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are missing."""
         if len(descriptors) < _NUM_DOORBELL_DESCRIPTORS:
             raise KeeperError(f"keeper {keeper_pid} sent no page of its words; end it with `kill {keeper_pid}`")
         try:

@@ -29,7 +29,7 @@ class MemoryWork:
         post: Callable[[Event], None],
         slot_made: Callable[[int, KeeperSlot], None],
     ) -> None:
-        """Begin the thread: one that could not be started later would end the keeper.
+        """Start the thread now: a failure to start it later would end the keeper.
 
         Args:
             slots: all slots of the node.

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 AHEAD_S = 10.0
 """Seconds that a node waits until another one begins to capture the step."""
 _PIECE_BYTES = 16 << 20
-"""Memory that is zeroed at a time."""
+"""Bytes that are zeroed at a time."""
 Result = TypeVar("Result")
 
 
@@ -87,7 +87,7 @@ class ParityStore:
         """Memory of the last released parity, for the next one."""
 
     def buffers(self, count: int, size_bytes: int, beat: Callable[[], None]) -> list[memoryview]:
-        """Return zeroed memory for the files of that many stripes, with all pages in place.
+        """Return zeroed and populated memory for the files of that many stripes.
 
         Blocks: ``beat`` is called again and again, and ends the call by what it raises. Raises: MemoryBoundExceeded.
         """
@@ -152,7 +152,7 @@ class ParityStore:
 
 
 def _zero(buffer: memoryview) -> Iterator[int]:
-    """Write zeros, which puts pages in place. Yields the bytes of each piece once they are written."""
+    """Write zeros, which populates the pages. Yields the bytes of each piece once they are written."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     for offset in range(0, len(buffer), _PIECE_BYTES):
         piece_bytes = min(_PIECE_BYTES, len(buffer) - offset)

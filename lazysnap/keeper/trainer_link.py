@@ -165,7 +165,7 @@ class TrainerLink:
             thread = threading.Thread(target=self._run, name="lazysnap-keeper", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the machine has no thread left
+            except RuntimeError as error:  # no thread can be started
                 self._give_up(KeeperError(f"no keeper can be connected: {error}"))
                 return
             self._thread = thread

@@ -173,7 +173,7 @@ class FsspecStorage(Storage):
         return self._make(f"creating {path}", path, "open", "wb", block_size=part_bytes(size_bytes))
 
     def rename(self, old: str, new: str) -> None:
-        """Give a finished file its final name. An old file is deleted first only if the place does not replace it."""
+        """Give a finished file its final name. An old file is deleted first only if the storage cannot replace it."""
         action = f"renaming {old}"
         paths = (self._path(old), self._path(new))
         is_present = self.exists(new)

@@ -25,7 +25,7 @@ class Directory:
     bare: str = ""
     """The first file or base without a manifest; empty if each has one."""
     stamp: Any = None
-    """See ``Storage.stamp``: distinguishes directories of the same name on different disks. ``None``: not asked for."""
+    """See ``Storage.stamp``: distinguishes directories of the same name on different disks. ``None``: not requested."""
 
     @property
     def snapshot(self) -> SnapshotName:

@@ -8,7 +8,7 @@ from lazysnap.shard.layout import PAGE, Layout, join
 from lazysnap.shard.manifest import CaptureMeta, Shard
 
 ByteCounter = Callable[[int], None]
-"""Receives the number of bytes of a piece that was read or written, on any thread. What it raises ends the work."""
+"""Receives the number of bytes of a piece that was read or written, on any thread. Its errors end the work."""
 
 
 def no_progress(num_bytes: int) -> None:

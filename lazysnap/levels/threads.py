@@ -49,7 +49,7 @@ def in_threads(
         thread = threading.Thread(target=work, name=f"{name}-{number}", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # a limit of threads: those that run do the work
+        except RuntimeError:  # a limit of threads: the running ones do the work
             break
         threads.append(thread)
     work()
@@ -61,7 +61,7 @@ def in_threads(
 
 
 def _join(thread: threading.Thread, errors: list[BaseException]) -> None:
-    """Wait for a thread, also after a Ctrl-C, which ends the run: its file must not be closed while it reads."""
+    """Wait for a thread, also after a Ctrl-C: its file must not be closed while it reads."""
     while thread.is_alive():
         try:
             thread.join()

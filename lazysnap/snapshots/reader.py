@@ -187,7 +187,7 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
         for rank in ranks[place]:
             shards[rank] = open_shard(rank, blocks, verify=verify)
         if verify:
-            blocks.close()  # else it keeps the first block of each shard
+            blocks.close()  # otherwise it keeps the first block of each shard
         blocks.release()
 
     try:

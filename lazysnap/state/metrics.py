@@ -76,7 +76,7 @@ def check_metrics(modules: Mapping[str, torch.nn.Module], state: Mapping[str, An
 
 
 def restore_metrics(modules: Mapping[str, torch.nn.Module], state: Mapping[str, Any]) -> None:
-    """Put back what ``collect_metrics`` found. The metrics keep the tensors of ``state``.
+    """Restore the result of ``collect_metrics``. The metrics keep the tensors of ``state``.
 
     Metrics that shared a tensor (the groups of a ``MetricCollection``) share it again.
     """

@@ -77,7 +77,7 @@ class ObjectState(StateSource):
         self._support_checked = False
         self._loads_checked = False
         self._pretrained: str | None = None
-        """The files that models of Transformers and PEFT save beside their weights, once something was collected."""
+        """The files that models of Transformers and PEFT save with their weights, after the first collection."""
 
     def named(self) -> Mapping[str, Any]:
         """See ``StateSource.named``."""

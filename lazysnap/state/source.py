@@ -46,7 +46,7 @@ class StateSource:
         raise NotImplementedError
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
-        """Load a state that ``collect`` returned. The live objects may keep its tensors: nothing else writes to them.
+        """Load a state that ``collect`` returned. The live objects may keep its tensors, which nothing else uses.
 
         ``data=False``: everything except the position of data loaders, into the live tensors, during a training (a
         rollback that skips batches).
