@@ -194,7 +194,7 @@ def test_who_only_looks_is_told_of_no_training(capsys):
     assert main(["ls", "http://127.0.0.1:9/x"]) == 2
     said = capsys.readouterr().err
     assert "127.0.0.1" in said
-    assert "training goes on" not in said
+    assert "training continues" not in said
 
 
 # ---------------------------------------------------------------- the surface
