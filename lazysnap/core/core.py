@@ -34,7 +34,7 @@ from lazysnap.core.actions import (
 )
 from lazysnap.core.job import JobCore
 from lazysnap.core.lifecycle import Lifecycle, Phase
-from lazysnap.core.messages import KeeperAlert, KeeperState, Order, PeerSettings, Report
+from lazysnap.core.messages import KeeperAlert, KeeperState, Order, PeerAddress, PeerSettings, Report
 from lazysnap.core.ranks import Presence, Rank, Ranks
 
 MAX_TROUBLES = 8
@@ -64,7 +64,7 @@ class Core:
         """Tasks whose threads have not returned, by URL of the level and number. They may belong to an earlier job."""
         self._pid = pid
         self._peers: PeerSettings | None = None
-        self._is_serving_peers = False
+        self._serves_at: PeerAddress | None = None
         self._troubles: list[str] = []
         self._decide_at: float | None = min(self.lifecycle.deadlines())
         """Time at which a decision is necessary without an event."""
@@ -152,7 +152,8 @@ class Core:
             case Report() | Order():
                 return self.job is not None and self.job.receive(event, self.now)
             case PlainEvent.PEERS_LISTENING:
-                self._is_serving_peers = True
+                assert self._peers is not None
+                self._serves_at = self._peers.addresses[self._peers.node]
             case KeeperTrouble():
                 self._troubles = [*self._troubles, event.text][-MAX_TROUBLES:]
             case PlainEvent.TERMINATED:
@@ -190,7 +191,7 @@ class Core:
     def _set_peers(self, peers: PeerSettings) -> None:
         """Connect to the other nodes of this start."""
         self._peers = peers
-        self._is_serving_peers = False
+        self._serves_at = None
         self._actions.append(SetPeers(peers))
 
     def _begin_job(self, event: TrainerReported) -> None:
@@ -264,7 +265,7 @@ class Core:
         """Return the state that all trainers of the node get."""
         alerts = [KeeperAlert("keeper", text) for text in self._troubles]
         if self.job is None:
-            return KeeperState(pid=self._pid, alerts=tuple(alerts), is_serving_peers=self._is_serving_peers)
+            return KeeperState(pid=self._pid, alerts=tuple(alerts), serves_at=self._serves_at)
         job = self.job
         wants = self.ranks.wants
         is_anybody_waiting = bool(wants.required or wants.names)
@@ -281,7 +282,7 @@ class Core:
             lost=job.node.order.lost,
             alerts=tuple(alerts),
             is_preempted=job.node.order.is_preempted or wants.is_preempted,
-            is_serving_peers=self._is_serving_peers,
+            serves_at=self._serves_at,
         )
 
     def _keeper_state(self, rank: Rank, common: KeeperState) -> KeeperState:

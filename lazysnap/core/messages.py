@@ -26,7 +26,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Incremented with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report``
 and ``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
 """
@@ -270,8 +270,10 @@ class KeeperState(Struct, frozen=True, tag="keeper"):
     alerts: tuple[KeeperAlert, ...] = ()
     is_preempted: bool = False
     """True if some rank is preempted."""
-    is_serving_peers: bool = False
-    """True once the keeper listens for other nodes."""
+    serves_at: PeerAddress | None = None
+    """The address at which the keeper serves other nodes; None until it listens there. After a restart it may be the
+    address of the start before.
+    """
     refusal: str = ""
     """The reason if this trainer is not served. The keeper then closes the connection."""
 

@@ -152,7 +152,7 @@ def _begin_serving(world: World, client: KeeperClient, peers: PeerSettings, time
     def wait() -> str:
         if world.place.local_rank or not first.port:
             return ""
-        return _silence(client, timeout_s)
+        return _silence(client, peers.addresses[peers.node], timeout_s)
 
     answers = world.exchange_after("keepers that serve others", wait)
     return _answers_of_nodes(world, answers)
@@ -197,8 +197,8 @@ def _redundancy(
     )
 
 
-def _silence(client: KeeperClient, timeout_s: float) -> str:
-    """Return the reason why this node's keeper does not serve the others yet; empty if it does.
+def _silence(client: KeeperClient, address: PeerAddress, timeout_s: float) -> str:
+    """Return the reason why this node's keeper does not serve the others at that address yet; empty if it does.
 
     Blocks: at most ``timeout_s`` for the keeper, and again for its answer.
     """
@@ -206,13 +206,13 @@ def _silence(client: KeeperClient, timeout_s: float) -> str:
         client.connect(timeout_s)
     except LazySnapError as error:  # the other nodes wait for an answer; the next use of the keeper raises again
         return str(error)
-    if not client.wait(_is_serving, timeout_s):
+
+    def is_serving(state: KeeperState) -> bool:
+        return state.serves_at == address
+
+    if not client.wait(is_serving, timeout_s):
         return f"it did not answer within {timeout_s:g} s"
     return ""
-
-
-def _is_serving(state: KeeperState) -> bool:
-    return state.is_serving_peers
 
 
 def _library() -> str:

@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -12,7 +14,7 @@ from support.keepers import keeper_of
 from support.waiting import until
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.core.messages import Farewell, JobSettings, LevelSettings, MemoryWish, NamedStep, StepKey
+from lazysnap.core.messages import Farewell, JobSettings, LevelSettings, MemoryWish, NamedStep, PeerAddress, StepKey
 from lazysnap.errors import KeeperError
 from lazysnap.keeper import trainer_link
 from lazysnap.keeper.asking import NeighbourMemory, ask
@@ -21,6 +23,8 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
 from lazysnap.keeper.questions import Question
 from lazysnap.memory.slot_choice import choose_slot
+from lazysnap.ranks.discovery import discover_keepers
+from lazysnap.ranks.world import World
 from lazysnap.shard.manifest import CaptureMeta
 
 TIMEOUT_S = 30.0
@@ -208,6 +212,34 @@ def test_a_stopped_keeper_is_named_to_who_wants_to_connect(make_training):
     second = make_training(io_timeout_s=0.5)
     with pytest.raises(KeeperError, match=rf"did not answer within 0\.5 s \(io_timeout_s\).*`kill -CONT {pid}`"):
         second.client.connect(TIMEOUT_S)
+
+
+def test_a_restart_waits_until_the_keeper_serves_at_the_address_of_the_new_start(make_training):
+    """A keeper that outlived the start before says at first that it serves others: at the old address."""
+
+    def discover(training):
+        return discover_keepers(World(), training.client, SnapshotConfig(), "a job", alone=True)
+
+    first = make_training().begin()
+    first.capture(0)
+    [old] = discover(first).reads.values()
+    first.client.leave(Farewell.LEFT, 0.0)
+    second = make_training()
+    second.client.connect(TIMEOUT_S)
+    assert second.client.state.serves_at == PeerAddress(*old)
+
+    os.kill(second.client.keeper_pid, signal.SIGSTOP)
+    found = []
+    discovering = threading.Thread(target=lambda: found.append(discover(second)))
+    discovering.start()
+    discovering.join(0.3)
+    assert discovering.is_alive()
+    os.kill(second.client.keeper_pid, signal.SIGCONT)
+    discovering.join(TIMEOUT_S)
+
+    [[new]] = [discovery.reads.values() for discovery in found]
+    assert new != old
+    socket.create_connection(new, TIMEOUT_S).close()
 
 
 def test_returned_slots_are_freed_and_larger_ones_come(training):

@@ -48,7 +48,7 @@ def begin(trainers, **settings):
 
 def test_a_step_is_complete_once_all_nodes_stored_it(nodes, tmp_path):
     begin(nodes, levels=(LevelSettings(str(tmp_path), every_n_steps=1),))
-    nodes[0].until_state(lambda state: state.is_serving_peers)
+    nodes[0].until_state(lambda state: state.serves_at)
     for trainer in nodes:
         trainer.change(required=(1,))
 

@@ -210,10 +210,11 @@ class Trainer:
     def serve_peers(self, secret):
         """Return the port at which the keeper lets others read."""
         port = self.client.reserve_port("127.0.0.1")
-        self.client.set_peers(PeerSettings("a job", 0, secret, (PeerAddress("127.0.0.1", port),)))
+        address = PeerAddress("127.0.0.1", port)
+        self.client.set_peers(PeerSettings("a job", 0, secret, (address,)))
 
         def is_serving(state):
-            return state.is_serving_peers
+            return state.serves_at == address
 
         assert self.client.wait(is_serving, TIMEOUT_S)
         return port

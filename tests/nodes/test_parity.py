@@ -204,7 +204,7 @@ def test_the_one_node_that_is_left_goes_on_alone_with_all_ranks(cluster, undistu
     training.local = 2
     training.start(cluster.nodes[:1])
     training.wait(2 * START_S)
-    assert [level for _, level in resumed(training).values()] == ["memory", "parity"]
+    assert [level for _, level in resumed(training).values()] == ["memory", "parity"], training.output()
     assert_exact(training, undisturbed("fsdp", 2))
 
 
