@@ -105,6 +105,7 @@ class Run:
                 draws = [torch.rand(()).item(), random.random(), numpy.random.rand()]
                 self.trace.append([self.progress["epoch"], batch.tolist(), loss.item(), weights, draws])
                 if self.engine is not None:
+                    assert self.engine._wait_ready(60)  # the second slot may still be made
                     assert self.engine.boundary()
                 if self.step == last:
                     return
@@ -117,6 +118,7 @@ class Run:
                 self.trace.append([batch.tolist(), torch.rand(()).item(), random.random()])
             self.progress["epoch"] += 1
             if self.engine is not None:
+                assert self.engine._wait_ready(60)
                 assert self.engine.boundary()
 
     def restore(self):
