@@ -177,13 +177,14 @@ class DeviceCopier:
         # Offsets in the file are multiples of the item size, so the same offsets modulo 16 keep views aligned.
         lead = first.offset % 16
         num_bytes = last.offset + last.nbytes - first.offset
-        buffer = torch.empty(lead + num_bytes, dtype=torch.uint8, device=self._device)
-        for index in members:
-            record = plan.records[index]
-            start = lead + record.offset - first.offset
-            place = buffer[start : start + record.nbytes]
-            self._staging[index] = place.view(record.stored_dtype).view(record.stored_shape)
-        self._runs.append((first.offset, buffer[lead:]))
+        with torch.inference_mode(False):  # as in ``view_of``
+            buffer = torch.empty(lead + num_bytes, dtype=torch.uint8, device=self._device)
+            for index in members:
+                record = plan.records[index]
+                start = lead + record.offset - first.offset
+                staged = buffer[start : start + record.nbytes]
+                self._staging[index] = staged.view(record.stored_dtype).view(record.stored_shape)
+            self._runs.append((first.offset, buffer[lead:]))
 
     def _stage(self, capture: Capture, *, lazy: bool) -> None:
         places = []

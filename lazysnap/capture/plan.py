@@ -242,8 +242,9 @@ def view_of(buffer: memoryview, offset: int, dtype: torch.dtype, shape: tuple[in
     if count == 0:
         return torch.empty(shape, dtype=dtype, device="cpu")
     nbytes = count * dtype.itemsize
-    flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
-    return flat.view(dtype).view(shape)
+    with torch.inference_mode(False):  # a tensor of that mode could not be written to by a boundary outside of it
+        flat = torch.frombuffer(buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+        return flat.view(dtype).view(shape)
 
 
 def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:

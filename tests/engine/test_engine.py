@@ -91,6 +91,29 @@ def test_a_restored_state_shares_no_memory_with_the_slots(job):
 
 
 @pytest.mark.slow
+def test_a_boundary_in_inference_mode_costs_no_later_capture(job):
+    training = job.start()
+    training.run(1, 1)  # from here on the plan stays
+    with torch.inference_mode():
+        assert training.engine.boundary(2)
+
+    for step in range(3, 10):
+        training.run(step, step)
+        assert training.engine.wait(step, until="captured", timeout_s=TIMEOUT_S)
+
+
+def test_a_restore_right_behind_a_boundary_waits_for_its_copy(job):
+    large = {"weights": torch.zeros(1 << 25)}
+    training = job.start(extra={"large": torch.nn.ParameterDict(large)}, verify_restart=False)
+    training.optimizer.add_param_group({"params": list(training.engine._source.named()["large"].parameters())})
+    training.run(1, 1)
+    assert training.engine._wait_ready(TIMEOUT_S)
+    assert training.engine.boundary(2)
+
+    assert training.engine.restore("latest").step == 2
+    assert training.engine.statistics().torn == 0
+
+
 def test_captures_are_made_every_n_steps(job):
     training = job.start(every_n_steps=3)
     training.run(1, 8)
