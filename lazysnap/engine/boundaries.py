@@ -335,7 +335,7 @@ class Boundaries:
         self.gate()  # after the first gate only a device may still be copying
 
     def wait_captured(self, step: int, timeout_s: float) -> bool:
-        """Block until the capture of ``step`` is whole in the memory of a live keeper.
+        """Block until the capture of ``step``, or a later one, is whole in the memory of a live keeper.
 
         Returns: False after the deadline, or if the capture was dropped.
         """
@@ -348,7 +348,8 @@ class Boundaries:
                 return False
             time.sleep(0.001)
             phase = self._memory.phase_of(step)
-        return phase is SlotPhase.WHOLE
+        newest = self._memory.newest_held_step()
+        return phase is SlotPhase.WHOLE or (newest is not None and newest >= step)
 
     def seal(self, timeout_s: float) -> None:
         """Stop capturing. Blocks: until the copies are done, at most ``timeout_s``. Thread-safe.

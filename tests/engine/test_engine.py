@@ -164,6 +164,13 @@ def test_waiting_tells_captured_from_dropped(job):
         training.engine.wait(2, until="durable", timeout_s=1)
 
 
+def test_a_step_whose_memory_has_a_later_one_by_now_counts_as_captured(job):
+    training = job.start()
+    training.run(1, 9)
+
+    assert training.engine.wait(1, until="captured", timeout_s=TIMEOUT_S)
+
+
 @pytest.mark.slow
 def test_a_step_beside_the_copy_drops_that_snapshot_and_the_next_is_whole(job):
     training = job.start()
