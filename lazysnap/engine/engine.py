@@ -279,6 +279,7 @@ class SnapshotEngine:
         self._together("checking the model", self._check_model)
         # Before the first step, so that the hooks see which gradients each step has used.
         self._boundaries.gates.install(self._source.optimizers())
+        self._boundaries.finish_copies()  # of the state that is replaced now
         snapshot = self._run.restore(which)
         if self._is_training:
             self._prepare()
@@ -300,6 +301,7 @@ class SnapshotEngine:
         ``position``: the position in the data, in words. Raises: as ``restore``.
         """
         self._check_open("load")
+        self._boundaries.finish_copies()
         self._run.load(snapshot, position=position)
 
     def _check_model(self) -> None:
