@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import parse_qsl, urlsplit
@@ -420,12 +420,17 @@ class SnapshotConfig:
 
     def __post_init__(self) -> None:
         _check(self)
-        if isinstance(self.levels, PersistentLevel):
-            raise ConfigError("SnapshotConfig.levels must be a tuple: write levels=(PersistentLevel(...),)")
+        if isinstance(self.levels, str) or not isinstance(self.levels, Iterable):
+            raise ConfigError(
+                "SnapshotConfig.levels must be a tuple: write levels=(PersistentLevel(...),), got "
+                f"{type(self.levels).__name__}"
+            )
         levels = tuple(self.levels)
         for level in levels:
             if not isinstance(level, PersistentLevel):
-                raise ConfigError(f"SnapshotConfig.levels must hold PersistentLevel objects, got {level!r}")
+                raise ConfigError(  # not the value: a URL may hold credentials
+                    f"SnapshotConfig.levels must hold PersistentLevel objects, got {type(level).__name__}"
+                )
             if urlsplit(level.url).scheme == "memory":
                 raise ConfigError(
                     f"SnapshotConfig.levels: {level.url} would die with the process that writes it, and no other sees "

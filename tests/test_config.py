@@ -45,7 +45,9 @@ BAD_MEMORY = [
 BAD_CONFIGS = [
     ({"every_n_steps": 0}, "every_n_steps"),
     ({"every_n_steps": "auto"}, "every_n_steps"),
-    ({"levels": PersistentLevel("x")}, "levels"),
+    ({"levels": PersistentLevel("x")}, "must be a tuple"),
+    ({"levels": "x"}, "must be a tuple"),
+    ({"levels": None}, "must be a tuple"),
     ({"levels": ("x",)}, "levels"),
     ({"levels": (PersistentLevel("x"), PersistentLevel("./x"))}, "twice"),
     ({"memory": None}, "memory"),
@@ -117,6 +119,14 @@ def test_credentials_in_a_url_are_refused_in_one_line_that_says_where_they_belon
     assert f"{url.partition('://')[0].rpartition('::')[2]}://… holds" in text
     assert "hid" not in text
     assert len(text) < 300
+
+
+@pytest.mark.parametrize("levels", ["s3://me:hidden@bucket", ("s3://me:hidden@bucket",)])
+def test_a_url_in_place_of_a_level_is_refused_without_showing_what_it_holds(levels):
+    with pytest.raises(ConfigError, match="levels must") as caught:
+        SnapshotConfig(levels=levels)
+
+    assert "hidden" not in str(caught.value)
 
 
 @pytest.mark.parametrize("url", ["sftp://me:hidden@ho℀st/run", "sftp://me:hidden@[host/run"])

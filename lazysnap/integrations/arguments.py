@@ -31,7 +31,7 @@ class Arguments:
     def __post_init__(self) -> None:
         config = self.config
         if config is not None and not isinstance(config, SnapshotConfig):
-            raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {config!r}")
+            raise ConfigError(f"{self.owner}.config must be a SnapshotConfig, got {type(config).__name__}")
         if self.keep_best is not None and not isinstance(self.keep_best, KeepBest):
             raise ConfigError(
                 f'{self.owner}.keep_best must be KeepBest("val_loss", ...) or None, got {self.keep_best!r}'
