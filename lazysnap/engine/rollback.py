@@ -83,6 +83,12 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
     return done
 
 
+def check_steps(steps: object) -> None:
+    """Raises: ConfigError, if training cannot go back by ``steps``."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
+
+
 def _await_newest(run: Run, boundaries: Boundaries) -> None:
     """Block until the newest capture is whole: a device may still be copying it."""
     boundaries.gate()
@@ -101,8 +107,7 @@ def _find(run: Run, steps: int) -> Snapshot:
     Skips snapshots whose trained weights or optimizer state are not finite. Collective. Blocks.
     Raises: ConfigError; SnapshotNotFound; as ``SnapshotEngine._fetch``.
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
+    check_steps(steps)
     from_step = _step_in_progress(run.recorder)
     present = run.meta.run_id
 

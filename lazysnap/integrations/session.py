@@ -10,6 +10,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from lazysnap.config import KeepBest, PersistentLevel
 from lazysnap.engine import SnapshotEngine, report
+from lazysnap.engine.rollback import check_steps
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments
@@ -130,8 +131,7 @@ class Session:
 
     def request_rollback(self, steps: int) -> None:
         """Request a rollback at the end of the current step. Raises: ConfigError."""
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ConfigError(f"rollback: steps must be an integer of at least 1, got {steps!r}")
+        check_steps(steps)
         self._rollback_steps = steps
 
     def roll_back(self) -> None:
