@@ -420,10 +420,11 @@ class SnapshotConfig:
 
     def __post_init__(self) -> None:
         _check(self)
-        if isinstance(self.levels, str) or not isinstance(self.levels, Iterable):
+        given: object = self.levels
+        if isinstance(given, str) or not isinstance(given, Iterable):
             raise ConfigError(
                 "SnapshotConfig.levels must be a tuple: write levels=(PersistentLevel(...),), got "
-                f"{type(self.levels).__name__}"
+                f"{type(given).__name__}"
             )
         levels = tuple(self.levels)
         for level in levels:

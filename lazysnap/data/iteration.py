@@ -47,9 +47,10 @@ _READ_AGAIN = (
     "workers. state_dict() and load_state_dict() make it exact, and quick"
 )
 _NOT_BEGUN_THERE = (
-    "%s saves its position, but its loader cannot begin there (dispatch_batches=True of Accelerate, or an iterator of "
-    "its own): a restart reads the epoch again and drops the batches that were trained. That is exact only if it gives "
-    "the same samples each time"
+    "%s saves its position, but its loader cannot begin there (dispatch_batches=True, which Accelerate sets for "
+    "iterable datasets, or an iterator of its own): a restart reads the epoch again and drops the batches that were "
+    "trained. That is exact only if it gives the same samples each time. In a training of one process "
+    "dispatch_batches=False lets the loader begin there"
 )
 _OTHER_DATA = (
     "%s gave another first batch than before the restart, reading the same epoch again: this training does not resume "

@@ -110,6 +110,12 @@ class SavingIterable(Plain):
         return DataLoader(SavingStream(), BATCH)
 
 
+class SavingAlone(SavingIterable):
+    """It begins at the position that the dataset saves."""
+
+    settings = {"dispatch_batches": False}
+
+
 class Uneven(Plain):
     settings = {"even_batches": False}
 
@@ -174,7 +180,9 @@ class Fsdp2(TakenForGpus):
         return {**super().plugins(), "fsdp_plugin": plugin}
 
 
-CASES = {case.__name__: case for case in (Plain, Accumulated, Asking, Stateful, Workers, Guided, SavingIterable)}
+CASES = {
+    case.__name__: case for case in (Plain, Accumulated, Asking, Stateful, Workers, Guided, SavingIterable, SavingAlone)
+}
 """Other loaders of one process are cut in tests/data."""
 OF_RANKS = {case.__name__: case for case in (SeedableSampler, Uneven, Split, Sharded, Dispatching, Fsdp2, Joined)}
 """What makes a difference, or is possible, with several processes only."""
