@@ -90,7 +90,7 @@ def test_good_figures_meet_every_target(report):
         ("lazysnap-memory", {"start_lost_ms": 3100.0}, "lost at the start"),
         ("lazysnap-memory", {"lost_ms": 210.0}, "lost per snapshot"),
         ("lazysnap-memory", {"peak_mb": 3300.0}, "memory beyond"),
-        ("lazysnap-disk", {"durable_s": [0.7, 0.7]}, "durable, beside"),
+        ("lazysnap-disk", {"durable_s": [0.7, 0.7]}, "durable, during training"),
         ("lazysnap-disk", {"idle_s": [0.7]}, "durable, idle"),
     ],
 )
