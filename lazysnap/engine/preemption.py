@@ -100,7 +100,7 @@ class Preemption:
         self._signals = PreemptionSignals(self._become_preempted)
         self.listens = False
         """True after ``listen``."""
-        self._exception: type[BaseException] = SystemExit
+        self._exception: Callable[[int], BaseException] = SystemExit
         self._overrules_handler = False
         self._step_s: float | None = None
         """Seconds between the last two boundaries."""
@@ -125,11 +125,13 @@ class Preemption:
 
     # The training thread
 
-    def listen(self, exception: type[BaseException] = SystemExit, *, overrules_handler: bool = False) -> None:
+    def listen(
+        self, exception: Callable[[int], BaseException] = SystemExit, *, overrules_handler: bool = False
+    ) -> None:
         """Handle preemption from now on. Idempotent: the first call counts. Does not block.
 
         Args:
-            exception: type that is raised at the last boundary, with the exit code.
+            exception: called with the exit code; returns the exception that is raised at the last boundary.
             overrules_handler: call the existing handler of SIGTERM, but end the training anyway.
         """
         if self.listens:

@@ -115,9 +115,17 @@ class StateSource:
         return replicated
 
     def parameter_names(self) -> Mapping[int, str]:
-        """Return the name of each live parameter by its ``id``, without the wrappers of DDP and ``torch.compile``."""
+        """Return the name of each live parameter by its ``id``, without the wrappers of DDP and ``torch.compile``.
+
+        A parameter that ``torch.nn.utils.prune`` renamed has its name from before: a restart may begin without masks.
+        """
         names = {}
         for module in self.modules():
-            for name, parameter in unwrapped(module).named_parameters():
+            inner = unwrapped(module)
+            buffers = {name for name, _ in inner.named_buffers(remove_duplicate=False)}
+            for name, parameter in inner.named_parameters():
+                pruned_name = name.removesuffix("_orig")
+                if f"{pruned_name}_mask" in buffers:
+                    name = pruned_name
                 names[id(parameter)] = without_compiled(name.removeprefix("module."))
         return names

@@ -3,8 +3,10 @@
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelPruning
 from test_callback import DieAt, finish, fit, raising
 
+from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.errors import StateError
 
 
@@ -116,3 +118,13 @@ def test_a_tensor_that_cannot_be_captured_is_refused_before_the_first_batch(tmp_
         fit(tmp_path, model=model)
 
     assert model.steps == 0
+
+
+def test_a_fit_whose_first_capture_is_of_a_pruned_model_goes_on(tmp_path):
+    config = SnapshotConfig(every_n_steps=100, levels=(PersistentLevel(tmp_path / "snapshots"),))
+    fit(tmp_path, ModelPruning("l1_unstructured", amount=0.5), config=config, max_epochs=1)
+    never_again = DieAt(3, raising(ZeroDivisionError()))
+
+    trainer, _ = fit(tmp_path, ModelPruning("l1_unstructured", amount=0.5), never_again, config=config)
+
+    assert trainer.global_step == 12

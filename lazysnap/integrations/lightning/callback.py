@@ -282,8 +282,14 @@ def _listen(trainer: Any, engine: SnapshotEngine) -> None:
         # At the end of the fit Lightning restores the handler from before the fit.
         signal.signal(signal.SIGTERM, handler_before_fit)
     loop = sys.modules[type(trainer.fit_loop.epoch_loop).__module__]
-    exception = getattr(loop, "SIGTERMException", SystemExit)
-    engine._preemption.listen(exception, overrules_handler=is_of_lightning)
+    exception: type[BaseException] = getattr(loop, "SIGTERMException", SystemExit)
+
+    def end_of_fit(code: int) -> BaseException:
+        # As Lightning's handler does. Only now: its loops would call their collective.
+        connector.received_sigterm = True
+        return exception(code)
+
+    engine._preemption.listen(end_of_fit, overrules_handler=is_of_lightning)
     if trainer.received_sigterm:  # it was received after Lightning's handler was installed
         connector.received_sigterm = False
         signal.raise_signal(signal.SIGTERM)

@@ -71,7 +71,6 @@ class LightningState(StateSource):
         self._extras: dict[str, ModuleExtras] = {}
         self._resumed: dict[str, Any] | None = None
         """The part of a restored state that waits for its step boundary."""
-        self._loads_checked = False
         self._is_finished = False
         """True if the restored fit is finished."""
         self._reported_paths: set[Path] = set()
@@ -88,8 +87,6 @@ class LightningState(StateSource):
             if isinstance(value, dict) and name.endswith(("state_dict", "model_state")):
                 state[name] = dict(value)
         state["callbacks"] = pack(self._by_name(state.get("callbacks", {})))
-        if not self._loads_checked:
-            self._check_loads(state)
         left_out = self._leave_out(state)
         loops = collect_loops(trainer)
         position = None
@@ -112,14 +109,6 @@ class LightningState(StateSource):
         if left_out:
             state[EXTRAS][_LEFT_OUT] = left_out
         return state
-
-    def _check_loads(self, state: Mapping[str, Any]) -> None:
-        """Raises: StateError, for a model that no restart could load."""
-        self._loads_checked = True
-        module = self._trainer.lightning_module
-        changes_state = any(overrides(module, hook) for hook in ("on_save_checkpoint", "on_load_checkpoint"))
-        if module.strict_loading and not changes_state:
-            check_loads("state_dict", module, state["state_dict"])
 
     def _by_name(self, callbacks: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the states of callbacks by ``key_of`` instead of ``state_key``."""
@@ -394,9 +383,21 @@ class LightningState(StateSource):
                 yield callback
 
     def start(self) -> None:
-        """Begin the fit: from here on changes of buffers are detected."""
+        """Begin the fit: from here on changes of buffers are detected.
+
+        Raises: StateError, for a model that no restart could load.
+        """
+        self._check_loads()
         modules = {"": self._trainer.lightning_module, **self.averages()}
         self._extras = {name: ModuleExtras(module) for name, module in modules.items()}
+
+    def _check_loads(self) -> None:
+        """Raises: StateError, for a model that no restart could load."""
+        module = self._trainer.lightning_module
+        changes_state = any(overrides(module, hook) for hook in ("on_save_checkpoint", "on_load_checkpoint"))
+        if module.strict_loading and not changes_state:
+            # The module's own state: ModelPruning gives a checkpoint the names of a module that is not pruned yet.
+            check_loads("state_dict", module, module.state_dict())
 
 
 def _late_part(state: dict[str, Any]) -> dict[str, Any]:
