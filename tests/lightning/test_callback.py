@@ -10,7 +10,6 @@ from harness import BATCH_SIZE, Net, Numbers, digest
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from support.stored import newest_directory
 from torch.utils.data import DataLoader
 
@@ -348,15 +347,3 @@ def test_the_command_line_takes_it(tmp_path, monkeypatch):
     for _ in range(2):
         cli = LightningCLI(Plain, Data, args=arguments, save_config_kwargs={"overwrite": True})
         assert cli.trainer.global_step == 6
-
-
-def test_after_a_preemption_the_trainer_says_that_it_received_sigterm(tmp_path):
-    def preempt():
-        signal.raise_signal(signal.SIGTERM)
-
-    trainer = make_trainer(tmp_path, LazySnapshotCallback(), DieAt(3, preempt))
-
-    with pytest.raises(SIGTERMException):
-        trainer.fit(Plain(), *loaders())
-
-    assert trainer.received_sigterm
