@@ -204,8 +204,9 @@ class TrainerSlot(Slot):
                 f"{self.meta_capacity_bytes} + {self.image_capacity_bytes} bytes"
             )
         words = self.words
+        # SEQUENCE is stored before all other words of the capture: see ``SlotPage.view``.
         words.store(SlotWord.BEGIN, 0)
-        words.store(SlotWord.SEQUENCE, sequence)  # written before all other words of the capture: see ``SlotPage.view``
+        words.store(SlotWord.SEQUENCE, sequence)
         words.store(SlotWord.END, 0)
         words.store(SlotWord.START, start)
         words.store(SlotWord.IMAGE_BYTES, image_bytes)

@@ -105,9 +105,9 @@ MUTANTS = [
     Mutant(CAPTURE, "()\n            self.is_past_gate = True", "gpu:test_a_change_behind_the_gate", "()"),
     Mutant(
         CAPTURE,
-        "may be torn.\n                self._compare()",
+        "COPYING and not self.is_past_gate:",
         "copy:test_a_tensor_that_changes",
-        "\n                pass",
+        "COPYING and False:",
     ),
     Mutant(CAPTURE, "versions = versions_of(sources)", CHANGED, "versions = self._versions"),
     Mutant(

@@ -15,7 +15,7 @@ from lazysnap.shard.names import is_keep_name
 
 def kept(directory):
     """Values and steps of the names at a level."""
-    parsed = [BestName.parse(name) for name in names_at(directory)]
+    parsed = [BestName.parse(name) for name, _ in names_at(directory)]
     return sorted((name.value, name.step) for name in parsed if name is not None)
 
 

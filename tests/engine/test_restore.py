@@ -137,7 +137,7 @@ def test_a_flipped_byte_costs_that_snapshot_and_is_named(job, level, where):
         ("safetensors", "bytes, the manifest says"),
         ("json", "the manifest is damaged"),
         ("gone", "without its file"),
-        ("bare", "without its manifest"),
+        ("bare", "has no manifest"),
     ],
 )
 def test_one_line_says_which_snapshot_is_passed_over_and_why(job, level, caplog, kind, reason):

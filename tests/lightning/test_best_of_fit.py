@@ -57,7 +57,7 @@ def fit(directory, wish, *callbacks, has_validation=True, seed=1):
 
 def kept(directory):
     """Values of the names, the best first."""
-    return [name.value for name in best_names(names_at(directory / "lazysnap"))]
+    return [name.value for name in best_names(name for name, _ in names_at(directory / "lazysnap"))]
 
 
 @pytest.mark.parametrize(("metric", "has_validation"), [("val_loss", True), ("average", False)])

@@ -97,7 +97,7 @@ def test_a_logger_that_takes_none_is_named_once_and_the_others_have_them(tmp_pat
     assert list(figures(tmp_path)) == [4, 8, 12]
     told = [record for record in caplog.records if "does not accept metrics" in record.getMessage()]
     assert [record.getMessage() for record in told] == [
-        "Broken takes no figures of snapshots: OSError: the disk is full"
+        "Broken does not accept metrics of snapshots: OSError: the disk is full"
     ]
 
 

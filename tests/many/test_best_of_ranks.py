@@ -12,4 +12,5 @@ def test_the_value_of_rank_0_counts(job):
 
     kept = [line[2:] for line in job.events("kept")]
     assert sorted(kept) == sorted(2 * [["1", "1"], ["2", "2"], ["3", "3"], ["4", "None"], ["5", "5"]])
-    assert [(name.value, name.step) for name in best_names(names_at(job.levels[0]["url"]))] == [(0.3, 2), (0.35, 5)]
+    names = [name for name, _ in names_at(job.levels[0]["url"])]
+    assert [(name.value, name.step) for name in best_names(names)] == [(0.3, 2), (0.35, 5)]

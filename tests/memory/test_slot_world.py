@@ -21,7 +21,7 @@ RULES = {
     ),
     "SEQUENCE comes before the other words": (
         "slots",
-        "        words.store(SlotWord.SEQUENCE, sequence)  # before all other words of it: see ``SlotPage.view``\n"
+        "        words.store(SlotWord.SEQUENCE, sequence)\n"
         "        words.store(SlotWord.END, 0)\n"
         "        words.store(SlotWord.START, start)\n"
         "        words.store(SlotWord.IMAGE_BYTES, image_bytes)\n",

@@ -37,6 +37,10 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._grant_due", "not is_due and (not ahead)"),
         ("core/job.py", "JobCore._with_newest", "not (wants.is_preempted or self.node.order.is_preempted)"),
     ],
+    "core/test_core.py::TestLevelsByTime::"
+    "test_what_a_level_failed_to_store_stays_held_for_the_level_that_stores_it_instead": [
+        ("core/job.py", "JobCore._hold_slots", "key_of(slot) not in keys"),
+    ],
     "core/test_core.py::TestMemory::test_a_refusal_is_reported_and_tried_again": [
         ("core/core.py", "Core._update_trainers", "state != rank.last_sent"),
     ],
@@ -192,7 +196,6 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore._is_alone", "self.coordinator.is_alone"),
         ("core/job.py", "JobCore._exchange", "report != self._sent_report"),
         ("core/job.py", "JobCore.repeat_state", "now < self._repeat_at"),
-        ("core/job.py", "JobCore._hold_slots", "key_of(slot) not in keys"),
         ("core/tasks.py", "LevelTasks.deadlines", "not self.level.is_ready"),
         ("core/tasks.py", "LevelTasks.ended", "self.task.number != event.number"),
         ("core/tasks.py", "LevelTasks._next_task", "self.level.progress is GrantProgress.LISTING"),

@@ -45,9 +45,9 @@ def runs_at(place: str | os.PathLike[str]) -> dict[str, list[int]]:
     return runs
 
 
-def names_at(place: str | os.PathLike[str]) -> dict[str, int]:
-    """The step of each name that a snapshot there has."""
-    return {name: snapshot.step for snapshot in snapshots_at(place) for name in snapshot.names}
+def names_at(place: str | os.PathLike[str]) -> list[tuple[str, int]]:
+    """The names there, each with the step of the snapshot that has it, in order."""
+    return sorted((name, snapshot.step) for snapshot in snapshots_at(place) for name in snapshot.names)
 
 
 def newest_directory(place: str | os.PathLike[str]) -> str | None:
