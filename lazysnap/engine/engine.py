@@ -271,9 +271,9 @@ class SnapshotEngine:
         Returns: the snapshot, whose state is loaded; ``None`` if there is nothing to resume.
 
         Raises: SnapshotNotFound, if ``which`` does not exist; StateError, if it is of another model, or the model has a
-        tensor that no snapshot can hold; JobBusy, if this job runs already; ConfigError,
-            for a bad name; WaitTimeout, if another rank is missing; what ``load_state_dict`` raises. An error on one
-            rank is raised on all ranks; errors of other packages become StateError.
+        tensor that no snapshot can hold; JobBusy, if this job runs already; ConfigError, for a bad name; WaitTimeout,
+        if another rank is missing; what ``load_state_dict`` raises. An error on one rank is raised on all ranks; errors
+        of other packages become StateError.
         """
         self._check_open("restore")
         self._together("checking the model", self._check_model)
