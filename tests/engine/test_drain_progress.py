@@ -10,7 +10,7 @@ from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
 @pytest.mark.slow
 def test_progress_of_the_end_is_told_in_bytes_of_all_levels(tmp_path):
     model = torch.nn.Linear(3000, 3000)
-    levels = [PersistentLevel(str(tmp_path / name), every_n_steps=1000, max_bytes_per_s=80_000_000) for name in "ab"]
+    levels = [PersistentLevel(str(tmp_path / name), every_n_steps=1000, max_bytes_per_s=30_000_000) for name in "ab"]
     engine = SnapshotEngine(SnapshotConfig(levels=tuple(levels)), {"model": model})
     assert engine._wait_ready(TIMEOUT_S)
     assert engine.boundary(1)
