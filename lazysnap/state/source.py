@@ -124,8 +124,8 @@ class StateSource:
             inner = unwrapped(module)
             buffers = {name for name, _ in inner.named_buffers(remove_duplicate=False)}
             for name, parameter in inner.named_parameters():
-                pruned_name = name.removesuffix("_orig")
-                if f"{pruned_name}_mask" in buffers:
-                    name = pruned_name
+                base, _, suffix = name.rpartition("_")
+                if suffix == "orig" and f"{base}_mask" in buffers:
+                    name = base
                 names[id(parameter)] = without_compiled(name.removeprefix("module."))
         return names
