@@ -24,7 +24,7 @@ Terms of ``core``:
 import enum
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 PROTOCOL = 3
 """Incremented with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report``
@@ -346,7 +346,7 @@ class Report(Struct, frozen=True, tag="report"):
     """Steps that trainers want protected by other nodes."""
     is_preempted: bool = False
     """True if some rank of the node is preempted."""
-    captures_left: tuple[StepKey, ...] | None = field(default=None, name="left")
+    captures_left: tuple[StepKey, ...] | None = None
     """Captures that all ranks of the node hold whole, once captures have stopped on the node; else None."""
     knows_drained: bool = False
     """True once the node read an order with ``is_drained``."""
