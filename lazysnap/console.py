@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 
 _logger = logging.getLogger("lazysnap")
+_JOIN_S = 1.0
+"""Seconds to wait for the thread of a message that is being printed: a terminal may hang."""
 
 
 class _Console(logging.Handler):
@@ -63,7 +65,7 @@ def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-        timer.join()
+        timer.join(_JOIN_S)
 
 
 def has_terminal() -> bool:
