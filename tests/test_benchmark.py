@@ -167,7 +167,7 @@ def test_stalls_are_measured(measured):
     [line] = measured("stall", "stall", *how)
 
     assert line["method"] == "lazysnap-disk"
-    assert len(line["durable_s"]) > 0
+    assert len(line["idle_s"]) == 3  # those of the training may be skipped: its steps take milliseconds
     assert all(line[name] is not None for name in NOTHING)
 
 

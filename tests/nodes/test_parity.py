@@ -106,7 +106,7 @@ def test_one_of_four_nodes_is_lost_and_then_another_before_anything_new_is_prote
     nodes[1] = cluster.add()
     training.start(nodes)
     training.wait(2 * START_S)
-    assert {level for _, level in resumed(training).values()} == {"memory", "parity"}
+    assert {level for _, level in resumed(training).values()} == {"memory", "parity"}, training.output()
     assert min(step for step, _ in resumed(training).values()) >= 6
     assert_exact(training, undisturbed("fsdp"))
 
@@ -143,7 +143,7 @@ def test_a_node_behind_a_partition_is_not_asked_cannot_serve_and_is_not_believed
     training.end()
     training.start([one, cluster.add()], hold_at=10, protected_at=10)
     training.wait_held()
-    assert {level for _, level in resumed(training).values()} == {"memory", "parity"}
+    assert {level for _, level in resumed(training).values()} == {"memory", "parity"}, training.output()
     assert_exact(training, [line for line in undisturbed("fsdp") if int(line[1]) <= 10])
 
     training.launchers[other] = left
