@@ -19,6 +19,7 @@ from lazysnap.errors import JobBusy, KeeperError, SnapshotNotFound
 from lazysnap.keeper.memory_inventory import MemoryEntry
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.ranks.checks import together
+from lazysnap.resolver import SnapshotKey
 from lazysnap.restore.level import whole_snapshots
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.restart import Restart, fetch, reseed
@@ -281,16 +282,20 @@ class Run:
     # ---------------------------------------------------------------- memory
 
     def _discard_others(self, snapshot: Snapshot) -> None:
-        """Drop captures in memory, except ``snapshot``, what other nodes protect and the step that is repeated.
+        """Drop captures in memory: other ranks may lack them.
 
-        Also drops the newest one if another was chosen: other ranks may lack it.
+        These stay: the restored snapshot, the newest one that all ranks have, and older ones of which a node holds
+        parity. One of these is protected until keepers protect a newer one.
         """
-        newest = snapshot.protected
+        restored = SnapshotKey(snapshot.run_id, snapshot.step, snapshot.start, snapshot.world_size)
+        newest = restored
         if snapshot.new_run is not None:
             newest = snapshot.new_run.newest
-        kept = {(snapshot.run_id, snapshot.step, snapshot.start)}
-        for key in (newest, snapshot.repeats):
-            if key is not None:
+        elif snapshot.repeats is not None:
+            newest = snapshot.repeats
+        kept = set()
+        for key in (restored, newest, *snapshot.protected):
+            if key <= newest:
                 kept.add((key.run_id, key.step, key.start))
         self.drop("restore.discard", lambda entry: (entry.run_id, entry.step, entry.start) not in kept)
 

@@ -103,11 +103,9 @@ def _present_parts(parity: HeldParity, nodes: dict[tuple[str, int, int], set[str
     return present
 
 
-def most_protected(parities: Sequence[tuple[str, HeldParity]]) -> SnapshotKey | None:
-    """Return the snapshot of which most nodes hold parity, the newest if there are several. ``parities``: see
-    ``lost_parts``.
-    """
-    holders: dict[SnapshotKey, set[str]] = defaultdict(set)
-    for node, parity in parities:
-        holders[SnapshotKey(parity.run_id, parity.step, parity.start, parity.world_size)].add(node)
-    return max(holders, key=lambda key: (len(holders[key]), key), default=None)
+def protected_snapshots(parities: Sequence[tuple[str, HeldParity]]) -> frozenset[SnapshotKey]:
+    """Return the snapshots of which any node holds parity. ``parities``: see ``lost_parts``."""
+    keys = set()
+    for _, parity in parities:
+        keys.add(SnapshotKey(parity.run_id, parity.step, parity.start, parity.world_size))
+    return frozenset(keys)

@@ -36,7 +36,7 @@ from lazysnap.resolver import (
     entries_in,
 )
 from lazysnap.restore.level import Level
-from lazysnap.restore.lost_parts import lost_parts, most_protected
+from lazysnap.restore.lost_parts import lost_parts, protected_snapshots
 from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.offers import pack_memory, pack_parity, unpack_memory, unpack_parity
 from lazysnap.restore.parity import Parity
@@ -232,7 +232,7 @@ class _Search:
         """Snapshots that some rank could not read."""
         self.decoder_errors: list[str] = []
         """Errors of the program's decoders for these snapshots. The same on every rank."""
-        self.protected: SnapshotKey | None = None
+        self.protected: frozenset[SnapshotKey] = frozenset()
         """See ``Snapshot``."""
         self.reads_all = False
         """True if the manifests of all snapshots are read before one is tried."""
@@ -439,7 +439,7 @@ class _Search:
                     parities.append((place.node, parity))
         captures = [entry for entry in entries_in(memories) if self._connections.reaches(entry.node)]
         self._parity.lost, entries, problems = lost_parts(captures, parities)
-        self.protected = most_protected(parities)
+        self.protected = protected_snapshots(parities)
         if self._world.rank != 0:
             problems = []  # rank 0 reports them
         return Inventory(PARITY, tuple(entries), problems=tuple(problems))

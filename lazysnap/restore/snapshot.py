@@ -54,8 +54,8 @@ class Snapshot:
     """The parameter names of each optimizer, by its path in the state, if known."""
     run: str = ""
     """The first digits of ``run_id`` that distinguish it from the other runs."""
-    protected: SnapshotKey | None = None
-    """The snapshot in memory that other nodes protect best. It stays until a newer one is protected."""
+    protected: frozenset[SnapshotKey] = frozenset()
+    """The snapshots in memory of which any node holds parity. The newest that all nodes protect is one of them."""
     new_run: NewRun | None = None
     """The new run; ``None`` for the newest snapshot, whose run continues."""
     captured_ns: int | None = None

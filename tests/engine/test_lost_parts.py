@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.ranks.discovery import Discovery
 from lazysnap.resolver import PARITY, Entry, Inventory, candidates
-from lazysnap.restore.lost_parts import lost_parts, most_protected
+from lazysnap.restore.lost_parts import lost_parts
 from lazysnap.restore.offers import pack_parity
 from lazysnap.restore.peer_memory import PeerConnections
 from lazysnap.restore.restart import _Search
@@ -112,11 +112,3 @@ def test_each_step_is_looked_at_by_itself():
     parts, found, _ = lost_parts([*older[0], *newer[0]], [*older[1], *newer[1]])
     assert {part.step for part in parts} == {5}
     assert {one.step for one in found} == {5}
-
-
-def test_of_what_memory_holds_the_step_with_the_most_parity_is_protected_best_then_the_newest():
-    older, newer = ([(f"n{node}", parity(node, step=step)) for node in range(4)] for step in (6, 7))
-
-    assert most_protected([*older, *newer]).step == 7
-    assert most_protected([*older, *newer[1:]]).step == 6  # one node had not computed its parity yet
-    assert most_protected([]) is None

@@ -1,6 +1,9 @@
 """Nodes that protect each other: some are lost, others take their place, and training goes on exactly from memory."""
 
+import json
+import pathlib
 import random
+import sys
 
 import pytest
 from support.waiting import until
@@ -9,6 +12,7 @@ from trainings import START_S, STEPS, Training, connections, keepers, ranks, sta
 # Up to four ranks start three times each, beside whatever other tests run.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+LAZYSNAP = str(pathlib.Path(sys.executable).with_name("lazysnap"))
 SLOW = {"rate": "100mbit", "delay_s": 0.0025, "loss": 0.005}
 """At both ends of a cable: 5 ms, 1 % of the frames."""
 
@@ -112,9 +116,8 @@ def test_one_of_four_nodes_is_lost_and_then_another_before_anything_new_is_prote
 
 
 def test_a_node_lost_right_after_a_restart_of_all_trainers_costs_what_was_not_protected(cluster, undisturbed):
-    """Keepers protect the newest step when all trainers are dead. One of them hangs at that: the one before stays."""
+    """The restart resumes the newest step, from memory. The one before is protected, and stays."""
     training = Training(cluster, "fsdp", has_level=False, redundancy="auto")
-    training.faults[cluster.nodes[0]] = "keeper.parity.begin:2:hang"
     rarely = {"protects_every": 100}
     training.start(cluster.nodes, protected_at=4, hold_at=7, **rarely)
     training.wait_held()
@@ -125,11 +128,46 @@ def test_a_node_lost_right_after_a_restart_of_all_trainers_costs_what_was_not_pr
     one, lost = cluster.nodes
     training.lose(lost)
     training.end()
-    training.start([one, cluster.add()], hold_at=12)  # the end would wait for the keeper that hangs
+    training.start([one, cluster.add()], hold_at=12)
     until(lambda: len(training.lines(word="held")) == 4, training.output, timeout_s=2 * START_S)
     assert_from_memory(training, [1], 2, at_least=4)
     assert {step for step, _ in resumed(training).values()} == {4}
     assert_exact(training, [line for line in undisturbed("fsdp") if int(line[1]) <= 12])
+
+
+def parity_bytes(node):
+    """Memory of a node that protects the others."""
+    status = json.loads(node.run(LAZYSNAP, "status", "--json"))
+    return sum(job["parity_bytes"] for job in status["jobs"])
+
+
+def test_a_restart_keeps_what_is_protected_beside_a_newer_step_whose_protection_is_unfinished(
+    make_cluster, undisturbed
+):
+    """Three of four keepers have parity of step 7, which the restart resumes; the protected one is step 4."""
+    cluster = make_cluster(4)
+    training = Training(cluster, "fsdp", local=1, has_level=False, redundancy="auto")
+    nodes = list(cluster.nodes)
+    training.faults[nodes[3]] = "keeper.parity.begin:2:hang"
+    training.start(nodes, protected_at=4, hold_at=7, protects_every=7)
+    training.wait_held()
+    for node in nodes[:3]:
+        until(lambda node=node: parity_bytes(node) == 2 * parity_bytes(nodes[3]), timeout_s=START_S)
+    training.lose(nodes[3])
+    training.end()
+    nodes[3] = cluster.add()
+    training.start(nodes, hold_at=8, protects_every=7)
+    until(lambda: len(training.lines(word="held")) == 4, training.output, timeout_s=2 * START_S)
+    assert {step for step, _ in resumed(training).values()} == {7}, training.output()
+    training.lose(nodes[1])
+    training.end()
+    nodes[1] = cluster.add()
+    training.start(nodes)
+    training.wait(2 * START_S)
+    found = resumed(training)
+    assert {level for _, level in found.values()} == {"memory", "parity"}, training.output()
+    assert min(step for step, _ in found.values()) >= 4
+    assert_exact(training, undisturbed("fsdp"))
 
 
 def test_a_node_behind_a_partition_is_not_asked_cannot_serve_and_is_not_believed_when_it_is_back(cluster, undisturbed):
