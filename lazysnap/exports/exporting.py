@@ -28,6 +28,7 @@ class Exported:
     step: int
     run_id: str
     path: str
+    """The absolute path of the result: ``url`` is absolute, too."""
     format: str
     size_bytes: int
     """The size of the exported files together."""

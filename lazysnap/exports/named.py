@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from lazysnap import faults
 from lazysnap.errors import ConfigError, WaitTimeout
 from lazysnap.exports.target import STOCK_FILE, check_outside, sync
-from lazysnap.levels.files import make_directories, sync_directory, temp_name
+from lazysnap.levels.files import sync_directory
+from lazysnap.levels.local import LocalStorage
 from lazysnap.shard.limits import load_json
 
 logger = logging.getLogger(__name__)
@@ -54,17 +55,11 @@ class Named:
 def name_snapshot(directory: str, named: Named) -> None:
     """Let a directory name a snapshot, durably. Makes the directory if necessary.
 
-    Blocks. Raises: ConfigError, for a directory in a snapshot of a level; OSError.
+    Blocks. Raises: ConfigError, for a directory in a snapshot of a level; LevelError, and then an earlier name stays.
     """
     directory = os.path.realpath(directory)
     check_outside(directory)
-    make_directories(directory)
-    temp = os.path.join(directory, temp_name(_NAME_FILE))
-    with open(temp, "x", encoding="utf-8") as file:
-        json.dump(asdict(named), file)
-    sync(temp)
-    os.replace(temp, os.path.join(directory, _NAME_FILE))
-    sync_directory(directory)
+    LocalStorage(directory).put(_NAME_FILE, json.dumps(asdict(named)).encode())
 
 
 def named_in(directory: str) -> Named | None:
