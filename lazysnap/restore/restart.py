@@ -41,7 +41,7 @@ from lazysnap.restore.node_memory import NodeMemory
 from lazysnap.restore.offers import pack_memory, pack_parity, unpack_memory, unpack_parity
 from lazysnap.restore.parity import Parity
 from lazysnap.restore.part import PartReader
-from lazysnap.restore.peer_memory import PeerConnections, PeerMemory
+from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.snapshot import Absence, NewRun, Snapshot
 from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.survey import IsWanted, Survey
@@ -241,11 +241,11 @@ class _Search:
             levels[config.url] = Level(config, index + _FIRST_LEVEL)
             levels[config.url].begin_open()
         self.survey = Survey(world, levels)
-        self._connections = PeerConnections(restart.discovery)
-        self._parity = Parity(self._connections)
+        self._peers = PeerMemory(restart.discovery)
+        self._parity = Parity(self._peers)
         timeout_s = restart.config.io_timeout_s
         self._memory = NodeMemory(restart.client, restart.identity, world.place, timeout_s, self.problems.append)
-        self._sources = Sources(self._memory, PeerMemory(self._connections), self._parity, levels, stack)
+        self._sources = Sources(self._memory, self._peers, self._parity, levels, stack)
         self._parts = PartReader(restart.source, world, self._sources, casts=restart.casts)
         stack.callback(self._close)
 
@@ -253,7 +253,7 @@ class _Search:
         for problem in self.problems:
             logger.warning("%s", problem)
         self._sources.forget()
-        self._connections.close()
+        self._peers.close()
         self._memory.close()
 
     def first_whole(
@@ -282,7 +282,7 @@ class _Search:
             self.unreadable.clear()
             self.decoder_errors.clear()
             self._sources.forget()
-            self._connections.close()
+            self._peers.close()
             self.inventories = self._list(may_be_wanted, is_patient=is_patient)
             is_patient = True
             for plan in self._plans(order):
@@ -429,15 +429,13 @@ class _Search:
         client = self._restart.client
         if any(reports) and client is not None and self._restart.discovery.peers is None:
             job_id = self._restart.identity.job_id
-            self._connections.discovery = discover_keepers(
-                self._world, client, self._restart.config, job_id, alone=True
-            )
+            self._peers.discovery = discover_keepers(self._world, client, self._restart.config, job_id, alone=True)
         parities = []
         for place, packed in zip(self._world.places, reports, strict=True):
-            if self._connections.reaches(place.node):
+            if self._peers.reaches(place.node):
                 for parity in unpack_parity(packed):
                     parities.append((place.node, parity))
-        captures = [entry for entry in entries_in(memories) if self._connections.reaches(entry.node)]
+        captures = [entry for entry in entries_in(memories) if self._peers.reaches(entry.node)]
         self._parity.lost, entries, problems = lost_parts(captures, parities)
         self.protected = most_protected(parities)
         if self._world.rank != 0:
@@ -534,7 +532,7 @@ class _Search:
 
     def _is_usable(self, entry: Entry) -> bool:
         is_here = entry.node in (None, self._node) or entry.node in self.survey.reach
-        is_near = is_here or (entry.level == MEMORY and self._connections.reaches(entry.node))
+        is_near = is_here or (entry.level == MEMORY and self._peers.reaches(entry.node))
         return is_near and entry not in self._sources.failures
 
 

@@ -8,7 +8,7 @@ from lazysnap.ranks.discovery import Discovery
 from lazysnap.resolver import PARITY, Entry, Inventory, candidates
 from lazysnap.restore.lost_parts import lost_parts, most_protected
 from lazysnap.restore.offers import pack_parity
-from lazysnap.restore.peer_memory import PeerConnections
+from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.restart import _Search
 from lazysnap.topology import places
 
@@ -97,7 +97,7 @@ def test_a_node_that_no_other_reaches_counts_as_lost():
     search = SimpleNamespace(
         _restart=SimpleNamespace(client=None),
         _world=SimpleNamespace(rank=0, places=places([f"n{node}" for node in range(4)])),
-        _connections=PeerConnections(Discovery(reads={node: ("10.0.0.1", 1) for node in ("n0", "n2", "n3")})),
+        _peers=PeerMemory(Discovery(reads={node: ("10.0.0.1", 1) for node in ("n0", "n2", "n3")})),
         _parity=SimpleNamespace(),
     )
     inventory = _Search._computed(search, memories, reports)
