@@ -44,6 +44,7 @@ from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import write_unless_committed
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 logger = logging.getLogger(__name__)
@@ -251,7 +252,7 @@ def _copy(
     blocks = FileBlocks(place, manifest)
     try:
         with contextlib.closing(blocks):
-            blocks.header(manifest.shards[0])  # opened once, so that a file that is deleted meanwhile is still copied
+            blocks.view(0, PAGE)  # opened once, so that a file that is deleted meanwhile is still copied
             return _write_blocks(storage, files, blocks, control)
     except (FileNotFoundError, FormatError) as error:  # the file does not match its manifest
         raise CaptureAborted(f"{place.where}: {error}") from error

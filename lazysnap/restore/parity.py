@@ -18,9 +18,9 @@ from lazysnap.parity.pieces import CHECKSUM_BYTES
 from lazysnap.peers.messages import ParityOf, PartOf
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import LostPart
-from lazysnap.restore.peer_memory import PeerFile, PeerMemory, open_at
+from lazysnap.restore.peer_memory import PeerFile, PeerMemory
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.snapshots.reader import OpenShard
+from lazysnap.snapshots.reader import OpenShard, open_shard
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -49,7 +49,7 @@ class Parity:
             parities[position] = files
         blocks = ParityBlocks(lost, parts, parities, where)
         text, offset, size_bytes = find_shard(blocks.view, blocks.size_bytes, entry.rank)
-        return open_at(CaptureMeta.from_bytes(text, where), blocks, offset, size_bytes)
+        return open_shard(CaptureMeta.from_bytes(text, where), blocks, offset, size_bytes)
 
 
 @dataclass(frozen=True)

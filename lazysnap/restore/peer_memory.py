@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 from lazysnap.errors import KeeperError
 from lazysnap.levels.blocks import Blocks, Buffers
-from lazysnap.levels.source import header_of
 from lazysnap.peers.messages import SlotOf, Subject
 from lazysnap.peers.reader import PeerReader
 from lazysnap.resolver import Entry
-from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.snapshots.reader import OpenShard
+from lazysnap.snapshots.reader import OpenShard, open_shard
 
 if TYPE_CHECKING:
     from lazysnap.ranks.discovery import Discovery
@@ -70,7 +68,7 @@ class PeerMemory:
         meta = self.file(entry.node, SlotOf(local_rank, sequence, "meta"))
         text = bytes(meta.read(0, meta.size_bytes))
         blocks = PeerBlocks(self.file(entry.node, SlotOf(local_rank, sequence, "image")), where)
-        return open_at(CaptureMeta.from_bytes(text, where), blocks, 0, blocks.size_bytes)
+        return open_shard(CaptureMeta.from_bytes(text, where), blocks, 0, blocks.size_bytes)
 
     def close(self) -> None:
         """Close the idle readers; the next read makes new ones."""
@@ -126,10 +124,3 @@ class PeerBlocks(Blocks):
         with buffers.buffer(min(self.block_bytes, self.size_bytes - start)) as data:
             self._file.read_into(start, data)
             yield data
-
-
-def open_at(meta: CaptureMeta, blocks: Blocks, offset: int, size_bytes: int) -> OpenShard:
-    """Return the shard that begins at an offset. Blocks: reads its header. Raises: LazySnapError."""
-    header = header_of(blocks, offset, size_bytes)
-    blocks.release()
-    return OpenShard(meta, Layout.parse(header, size_bytes, blocks.where), blocks, offset)
