@@ -27,6 +27,7 @@ from lazysnap.ranks.world import World
 from lazysnap.resolver import (
     MEMORY,
     PARITY,
+    Choice,
     Entry,
     Inventory,
     RestartPlan,
@@ -34,6 +35,8 @@ from lazysnap.resolver import (
     can_repeat,
     candidates,
     entries_in,
+    runs_in,
+    short_ids,
 )
 from lazysnap.restore.level import Level
 from lazysnap.restore.lost_parts import lost_parts, most_protected
@@ -45,7 +48,6 @@ from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.snapshot import Absence, NewRun, Snapshot
 from lazysnap.restore.sources import Failure, Sources
 from lazysnap.restore.survey import IsWanted, Survey
-from lazysnap.runs import Choice, runs_in, short_ids
 from lazysnap.shard.names import SnapshotName, id_after, new_id
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import collector_paused

@@ -17,16 +17,18 @@ from lazysnap.levels.storage import Storage
 from lazysnap.levels.threads import in_threads
 from lazysnap.resolver import (
     ANY,
+    MOST_DIGITS,
+    Choice,
     Entry,
     Inventory,
     RestartPlan,
-    SnapshotFilter,
     SnapshotKey,
     candidates,
     is_complete,
+    run_of,
+    short_ids,
     snapshots,
 )
-from lazysnap.runs import MOST_DIGITS, Choice, run_of, short_ids
 from lazysnap.shard.best import best_first
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
@@ -203,12 +205,12 @@ class Catalogue:
 
     # ---------------------------------------------------------------- one snapshot
 
-    def plans(self, snapshot_filter: SnapshotFilter = ANY) -> Iterator[RestartPlan]:
+    def plans(self, choice: Choice = ANY) -> Iterator[RestartPlan]:
         """Yield complete snapshots, best first: of the newest run, then the greatest step, then the newest start.
 
         Raises: as ``candidates``.
         """
-        any_name = replace(snapshot_filter, name=None)
+        any_name = replace(choice, name=None)
         directory_names = []
         for directory_name, name in self._snapshot_names.items():
             if any_name.includes(name, ()):
@@ -216,14 +218,14 @@ class Catalogue:
         by_step: dict[tuple[str, int], list[Directory]] = {}
         for directory in self._list(directory_names):
             name = directory.snapshot
-            if snapshot_filter.includes(name, directory.names):
+            if choice.includes(name, directory.names):
                 by_step.setdefault((name.run_id, name.step), []).append(directory)
         best_to_worst = sorted(by_step.items(), reverse=True)
-        if snapshot_filter.is_best:
+        if choice.is_best:
             best_to_worst = best_first((item, _names_of(item[1])) for item in best_to_worst)
         for (_, step), directories in best_to_worst:
             entries = tuple(self._manifests_by_entry(directories))
-            plans = candidates([Inventory(self.storage.url, entries)], snapshot_filter)
+            plans = candidates([Inventory(self.storage.url, entries)], choice)
             if not plans:
                 for directory in directories:
                     if directory.bare:
@@ -246,7 +248,9 @@ class Catalogue:
             if choice.run is not None:
                 raise ConfigError(f"{which!r} names a run, and run {run} is given as well: give one of them")
             choice = replace(choice, run=run)
-        return self.plans(choice.of_one_run(self.run_of))
+        if choice.run is not None:
+            choice = replace(choice, run=self.run_of(choice.run))
+        return self.plans(choice)
 
     def find(self, which: str | int, run: str | None = None) -> RestartPlan:
         """Return the first of ``plans_for``. Raises: SnapshotNotFound, listing the complete steps; as ``plans_for``."""
