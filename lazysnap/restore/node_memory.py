@@ -8,10 +8,10 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryEntry, MemoryInventory
 from lazysnap.levels.blocks import MemoryBlocks
+from lazysnap.ranks.world import Place
 from lazysnap.resolver import MEMORY, Entry, Inventory
 from lazysnap.shard.manifest import CaptureMeta
 from lazysnap.snapshots.reader import OpenShard, open_shard
-from lazysnap.topology import Place
 
 
 class NodeMemory:

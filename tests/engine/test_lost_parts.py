@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.ranks.discovery import Discovery
+from lazysnap.ranks.world import places
 from lazysnap.resolver import PARITY, Entry, Inventory, candidates
 from lazysnap.restore.lost_parts import lost_parts, most_protected
 from lazysnap.restore.offers import pack_parity
 from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.restore.restart import _Search
-from lazysnap.topology import places
 
 RUN, START, LATER = "ab" * 8, "01" * 8, "02" * 8
 SIZES = [1000, 900, 800, 1100]
