@@ -10,7 +10,7 @@ from lazysnap.resolver import PARITY, Entry, Inventory, candidates
 from lazysnap.restore.lost_parts import lost_parts, most_protected
 from lazysnap.restore.offers import pack_parity
 from lazysnap.restore.peer_memory import PeerMemory
-from lazysnap.restore.restart import _Search
+from lazysnap.restore.search import Search
 
 RUN, START, LATER = "ab" * 8, "01" * 8, "02" * 8
 SIZES = [1000, 900, 800, 1100]
@@ -100,7 +100,7 @@ def test_a_node_that_no_other_reaches_counts_as_lost():
         _peers=PeerMemory(Discovery(reads={node: ("10.0.0.1", 1) for node in ("n0", "n2", "n3")})),
         _parity=SimpleNamespace(),
     )
-    inventory = _Search._computed(search, memories, reports)
+    inventory = Search._computed(search, memories, reports)
 
     assert {2, 3} <= {entry.rank for entry in inventory.entries}
     assert all(1 not in part.parts and 1 not in part.parities for part in search._parity.lost)
