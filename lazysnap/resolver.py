@@ -189,38 +189,36 @@ class Choice:
         return candidates(inventories, replace(self, run=run_of(self.run, inventories)))
 
     def missing(self, inventories: list[Inventory]) -> str:
-        """Return a message that there is no such snapshot, with the existing ones."""
+        """Return a message that there is no such snapshot, with the existing ones.
+
+        Raises: SnapshotNotFound, for an unknown run.
+        """
+        message = "no complete snapshot"
+        if self.step is not None:
+            message += f" of step {self.step}"
+        if self.name is not None:
+            message += f" called {self.name!r}"
+        existing = ANY
         if self.run is not None:
-            return self._missing_of_run(inventories, self.run)
+            message += f" of run {self.run}"
+            existing = Choice(run=run_of(self.run, inventories))
         steps = set()
         names: set[str] = set()
-        for plan in candidates(inventories):
+        for plan in candidates(inventories, existing):
             steps.add(plan.step)
             for entry in chain.from_iterable(plan.sources):
                 names.update(entry.names)
-        message = f"no whole snapshot of step {self.step}"
-        if self.name is not None:
-            message = f"no whole snapshot called {self.name!r}"
-        message += "; there are "
         if steps:
-            message += f"steps {sorted(steps)}"
+            message += f"; there are the steps {_newest_of(sorted(steps))}"
         else:
-            message += "none"
+            message += "; there is none"
         if names:
-            message += f", and the names {', '.join(sorted(names))}"
-        elif steps and self.name:
+            message += f", and the names {some_of(sorted(names), _MOST_LISTED)}"
+        elif steps and self.name is not None:
             message += ", and no names"
+        if self.run is not None:
+            message += f"; {listed(inventories)}"
         return message
-
-    def _missing_of_run(self, inventories: list[Inventory], digits: str) -> str:
-        plans = candidates(inventories, Choice(run=run_of(digits, inventories)))
-        message = "no whole snapshot "
-        if self.step is not None:
-            message += f"of step {self.step} "
-        message += f"of run {digits}"
-        if plans:
-            message += f", which has steps {sorted({plan.step for plan in plans})}"
-        return f"{message}; {listed(inventories)}"
 
 
 ANY = Choice()
@@ -338,3 +336,10 @@ def listed(inventories: Sequence[Inventory]) -> str:
             newest = f"newest step {newest_steps[run_id]}"
         texts.append(f"{short[run_id]} ({newest})")
     return f"the runs there, the newest first: {some_of(texts, _MOST_LISTED)}"
+
+
+def _newest_of(steps: list[int]) -> str:
+    text = ", ".join(map(str, steps[-_MOST_LISTED:]))
+    if len(steps) > _MOST_LISTED:
+        return f"…, {text}"
+    return text

@@ -39,7 +39,7 @@ def test_what_is_no_step_and_no_text_is_refused_by_every_reader(which, tmp_path)
 
 def test_a_run_that_is_named_twice_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="'run:1f3a' names a run, and run 2b4c is given as well: give one of them"):
-        Catalogue(open_storage(str(tmp_path))).plans_for("run:1f3a", "2b4c")
+        Catalogue(open_storage(str(tmp_path))).find("run:1f3a", "2b4c")
 
 
 @pytest.mark.parametrize(

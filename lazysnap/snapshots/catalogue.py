@@ -35,8 +35,6 @@ from lazysnap.shard.names import SnapshotName
 
 _THREADS = 8
 """Concurrent small reads: each is a request to an object store."""
-_MOST_LISTED = 8
-"""Maximum steps in a message."""
 _NO_KEY = SnapshotKey("", -1, "", 0)
 
 Item = TypeVar("Item")
@@ -233,42 +231,34 @@ class Catalogue:
                 self._explain(step, entries)
             yield from plans
 
-    def plans_for(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
+    def plans_for(self, which: str | int) -> Iterator[RestartPlan]:
         """Return complete snapshots for a step, a name, ``latest`` or ``run:1f3a@200``, best first.
 
-        ``run``: the first digits of a run's id. Raises: SnapshotNotFound, if no run begins with them, or several;
-        ConfigError, for anything else, and for two runs.
+        Raises: SnapshotNotFound, if no run begins with these digits, or several; ConfigError, for anything else.
         """
-        # On a command line a step is text. No name is of digits alone.
-        if isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= MOST_DIGITS:
-            choice = Choice.of(int(which))
-        else:
-            choice = Choice.of(which)
+        return self._plans_of(_choice_of(which))
+
+    def find(self, which: str | int, run: str | None = None) -> RestartPlan:
+        """Return the first of ``plans_for``. ``run``: the first digits of a run's id.
+
+        Raises: SnapshotNotFound, listing the complete steps; ConfigError, also for two runs; as ``plans_for``.
+        """
+        choice = _choice_of(which)
         if run is not None:
             if choice.run is not None:
                 raise ConfigError(f"{which!r} names a run, and run {run} is given as well: give one of them")
             choice = replace(choice, run=run)
+        plan = next(self._plans_of(choice), None)
+        if plan is not None:
+            return plan
+        message = f"{self.storage.url}: {choice.missing([self.inventory()])}"
+        raise SnapshotNotFound("\n".join([message, *self.problems, *self.incomplete]))
+
+    def _plans_of(self, choice: Choice) -> Iterator[RestartPlan]:
+        """Return the snapshots of a choice, whose run may have its first digits alone."""
         if choice.run is not None:
             choice = replace(choice, run=self.run_of(choice.run))
         return self.plans(choice)
-
-    def find(self, which: str | int, run: str | None = None) -> RestartPlan:
-        """Return the first of ``plans_for``. Raises: SnapshotNotFound, listing the complete steps; as ``plans_for``."""
-        plan = next(self.plans_for(which, run), None)
-        if plan is not None:
-            return plan
-        message = f"{self.storage.url}: no complete snapshot {which!r}"
-        if run:
-            message += f" of run {run}"
-        steps = set()
-        for snapshot in self.contents().snapshots:
-            if snapshot.is_complete:
-                steps.add(snapshot.step)
-        if steps:
-            message += f"; complete are the steps {_newest(sorted(steps))}"
-        else:
-            message += "; there is none that is complete"
-        raise SnapshotNotFound("\n".join([message, *self.problems, *self.incomplete]))
 
     def run_of(self, digits: str) -> str:
         """Return the id of the one run that begins with these digits. Raises: SnapshotNotFound, listing the runs."""
@@ -452,8 +442,8 @@ def _names_of(directories: Sequence[Directory]) -> set[str]:
     return names
 
 
-def _newest(steps: list[int]) -> str:
-    text = ", ".join(map(str, steps[-_MOST_LISTED:]))
-    if len(steps) > _MOST_LISTED:
-        return f"…, {text}"
-    return text
+def _choice_of(which: str | int) -> Choice:
+    """Return a choice. On a command line a step is text; no name is of digits alone. Raises: ConfigError."""
+    if isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= MOST_DIGITS:
+        return Choice.of(int(which))
+    return Choice.of(which)
