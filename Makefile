@@ -43,7 +43,7 @@ OLDEST := $(BIN)/uv pip install --quiet --python $(VENV)-oldest/bin/python $${PI
   -e . lightning==$(OLDEST_LIGHTNING) pytorch-lightning==$(OLDEST_LIGHTNING) numpy torchdata hypothesis safetensors \
   'pytest<9.2' pytest-timeout
 WITHOUT_TORCH := tests/core tests/keeper tests/peers tests/levels tests/parity tests/shard tests/test_config.py tests/test_resolver.py \
-  tests/test_topology.py tests/snapshots/test_retention.py $(addprefix --ignore ,tests/levels/test_cascade.py tests/levels/test_fsspec.py \
+  tests/snapshots/test_retention.py $(addprefix --ignore ,tests/levels/test_cascade.py tests/levels/test_fsspec.py \
   tests/levels/test_s3.py tests/levels/test_s3_faults.py \
   tests/shard/test_golden.py tests/shard/test_pieces.py tests/shard/test_strides.py)
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from support.names import START
 
-from lazysnap.resolver import Entry, Inventory, SnapshotFilter, can_repeat, candidates
+from lazysnap.resolver import Choice, Entry, Inventory, can_repeat, candidates
 
 
 def entry(step: int, *, level: str = "disk", run: int = 1, rank: int = 0, world: int = 1) -> Entry:
@@ -13,7 +13,7 @@ def entry(step: int, *, level: str = "disk", run: int = 1, rank: int = 0, world:
 
 
 def resolve(*entries: Entry, step: int | None = None) -> list[tuple[int, int, list[list[str]]]]:
-    plans = candidates([Inventory("any", entries)], SnapshotFilter(step=step))
+    plans = candidates([Inventory("any", entries)], Choice(step=step))
     return [
         (int(plan.run_id, 16), plan.step, [[offer.level for offer in offers] for offers in plan.sources])
         for plan in plans

@@ -19,8 +19,8 @@ from lazysnap.levels.blocks import FileBlocks, read_node_file
 from lazysnap.levels.leftovers import sweep
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import keep, write_unless_committed
-from lazysnap.resolver import Entry, RestartPlan, SnapshotFilter
+from lazysnap.levels.store import keep, write_node_file
+from lazysnap.resolver import Choice, Entry, RestartPlan
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import keep_file_name
 from lazysnap.snapshots.catalogue import Catalogue
@@ -109,7 +109,7 @@ def _plans(catalogue: Catalogue, args: argparse.Namespace) -> tuple[list[Restart
     run_id = None
     if args.run is not None:
         run_id = catalogue.run_of(args.run)
-    plans = list(catalogue.plans(SnapshotFilter(run=run_id)))
+    plans = list(catalogue.plans(Choice(run=run_id)))
     if not plans:
         raise SnapshotNotFound("\n".join([f"{catalogue.storage.url}: no complete snapshot", *catalogue.problems]))
     return plans, catalogue.problems
@@ -157,7 +157,7 @@ def _copy_file(
     blocks = FileBlocks(FilePlace.of(source, entry), manifest)
     place = FilePlace.of(target, entry)
     with contextlib.closing(blocks):
-        written = write_unless_committed(place, manifest.shards, blocks, count)
+        written = write_node_file(place, manifest.shards, blocks, count)
     if moved and not target.checks_writes():
         try:
             read_node_file(place, written, progress=advance)

@@ -26,7 +26,7 @@ from lazysnap.keeper.identity import JobIdentity
 from lazysnap.ranks.checks import check_places, together
 from lazysnap.ranks.discovery import discover_keepers
 from lazysnap.ranks.world import World
-from lazysnap.restore.restart import Restart
+from lazysnap.restore.search import Restart
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.shard.names import check_name
 from lazysnap.state.objects import ObjectState

@@ -22,7 +22,8 @@ from lazysnap.ranks.checks import together
 from lazysnap.resolver import SnapshotKey
 from lazysnap.restore.level import whole_snapshots
 from lazysnap.restore.node_memory import NodeMemory
-from lazysnap.restore.restart import Restart, fetch, reseed
+from lazysnap.restore.restart import fetch, reseed
+from lazysnap.restore.search import Restart
 from lazysnap.restore.snapshot import Absence, Snapshot
 from lazysnap.state.optimizers import check_optimizers
 

@@ -12,8 +12,7 @@ from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import Named, filled, named_in
 from lazysnap.exports.target import ACCELERATE, FORMATS, format_of, parents_made, replaced_when_whole
 from lazysnap.levels.store import open_storage
-from lazysnap.resolver import RestartPlan
-from lazysnap.runs import LATEST
+from lazysnap.resolver import LATEST, RestartPlan
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue
 from lazysnap.snapshots.reader import open_snapshot, retry_if_deleted
@@ -28,6 +27,7 @@ class Exported:
     step: int
     run_id: str
     path: str
+    """The absolute path of the result: ``url`` is absolute, too."""
     format: str
     size_bytes: int
     """The size of the exported files together."""

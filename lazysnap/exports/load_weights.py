@@ -12,7 +12,7 @@ from lazysnap.errors import FormatError, SnapshotNotFound, StateError
 from lazysnap.exports.states import read_state
 from lazysnap.exports.weights import LIGHTNING_WEIGHTS, MODEL, is_lightning
 from lazysnap.levels.store import open_storage
-from lazysnap.runs import LATEST
+from lazysnap.resolver import LATEST
 from lazysnap.shard.manifest import EXTRAS, TAG
 from lazysnap.snapshots.assembly import WholeSnapshot
 from lazysnap.snapshots.catalogue import Catalogue

@@ -6,20 +6,20 @@ without weights, so it never loads a part of a checkpoint, or files of two. All 
 """
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lazysnap import faults
 from lazysnap.errors import ConfigError, WaitTimeout
 from lazysnap.exports.target import STOCK_FILE, check_outside, sync
-from lazysnap.levels.files import make_directories, sync_directory, temp_name
+from lazysnap.levels.files import sync_directory
+from lazysnap.levels.local import LocalStorage
 from lazysnap.shard.limits import load_json
+from lazysnap.warm.directories import locked
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ _EXPORT_S = 3600.0
 """Seconds that an export waits for another one into the same directory."""
 _MOVES_S = 30.0
 """Seconds that a training waits for an export that may be moving its files into a directory."""
-_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -54,17 +53,11 @@ class Named:
 def name_snapshot(directory: str, named: Named) -> None:
     """Let a directory name a snapshot, durably. Makes the directory if necessary.
 
-    Blocks. Raises: ConfigError, for a directory in a snapshot of a level; OSError.
+    Blocks. Raises: ConfigError, for a directory in a snapshot of a level; LevelError, and then an earlier name stays.
     """
     directory = os.path.realpath(directory)
     check_outside(directory)
-    make_directories(directory)
-    temp = os.path.join(directory, temp_name(_NAME_FILE))
-    with open(temp, "x", encoding="utf-8") as file:
-        json.dump(asdict(named), file)
-    sync(temp)
-    os.replace(temp, os.path.join(directory, _NAME_FILE))
-    sync_directory(directory)
+    LocalStorage(directory).put(_NAME_FILE, json.dumps(asdict(named)).encode())
 
 
 def named_in(directory: str) -> Named | None:
@@ -160,27 +153,12 @@ def _locked(directory: str, timeout_s: float) -> Iterator[None]:
 
     Raises: WaitTimeout; FileNotFoundError, if the directory is missing.
     """
-    deadline_s = time.monotonic() + timeout_s
-    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        while not _try_lock(handle):
-            if time.monotonic() > deadline_s:
-                raise WaitTimeout(
-                    f"{directory}: another process exports into it for more than {timeout_s:g} s; wait until it has "
-                    "ended, or end it, and export again"
-                )
-            time.sleep(_LOOK_S)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(directory, timeout_s))
+        except TimeoutError as error:
+            raise WaitTimeout(
+                f"{directory}: another process exports into it for more than {timeout_s:g} s; wait until it has "
+                "ended, or end it, and export again"
+            ) from error
         yield
-    finally:
-        os.close(handle)
-
-
-def _try_lock(handle: int) -> bool:
-    """Take the lock of an open directory. ``False`` if another process has it."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # some file systems have no locks
-    return True

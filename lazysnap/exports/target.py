@@ -83,9 +83,14 @@ def replaced_when_whole(path: str, notes: list[str], *, force: bool) -> Iterator
         old = _move(temp, path)
         try:
             sync_directory(parent)
-        finally:
+        except BaseException:
+            # The new name may not survive a power cut, so the earlier export must not go.
             if old is not None:
-                _discard(old, path, notes)
+                os.rename(path, temp)
+                os.rename(old, path)
+            raise
+        if old is not None:
+            _discard(old, path, notes)
     finally:
         _remove(temp)
 

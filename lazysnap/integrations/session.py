@@ -14,8 +14,8 @@ from lazysnap.engine.rollback import check_steps
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import ConfigError
 from lazysnap.integrations.arguments import Arguments
+from lazysnap.resolver import means_snapshot
 from lazysnap.restore.known_run import newest_run
-from lazysnap.runs import means_snapshot
 from lazysnap.shard.names import new_id
 from lazysnap.state.source import StateSource
 

@@ -41,9 +41,10 @@ from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.shared_part import SharedPart, has_shared_rows
 from lazysnap.levels.source import BlockSource, NodeSource, shard_of
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import write_unless_committed
+from lazysnap.levels.store import write_node_file
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import PAGE
 from lazysnap.shard.manifest import CaptureMeta, Manifest
 
 logger = logging.getLogger(__name__)
@@ -172,7 +173,7 @@ def _write(task: WriteLevel, files: LevelFiles, slots: NodeSlots, control: TaskC
 def _read_back(task: WriteLevel, files: LevelFiles, storage: Storage, manifest: Manifest) -> float:
     """Read the file back, unless the storage verifies each part on arrival. Returns: the duration in seconds.
 
-    An already committed file was just verified (``levels.store.write_unless_committed``).
+    An already committed file was just verified (``levels.store.write_node_file``).
     Raises: FormatError, after the snapshot was removed; LevelError.
     """
     if storage.checks_writes() or not manifest.written_bytes:
@@ -251,7 +252,7 @@ def _copy(
     blocks = FileBlocks(place, manifest)
     try:
         with contextlib.closing(blocks):
-            blocks.header(manifest.shards[0])  # opened once, so that a file that is deleted meanwhile is still copied
+            blocks.view(0, PAGE)  # opened once, so that a file that is deleted meanwhile is still copied
             return _write_blocks(storage, files, blocks, control)
     except (FileNotFoundError, FormatError) as error:  # the file does not match its manifest
         raise CaptureAborted(f"{place.where}: {error}") from error
@@ -263,7 +264,7 @@ def _write_blocks(storage: Storage, files: LevelFiles, blocks: FileBlocks, contr
     is_cut = files.is_shared and any(has_shared_rows(shard.meta) for shard in manifest.shards)
     if not is_cut:
         place = FilePlace(storage, manifest.meta.name.directory, manifest.name)
-        return write_unless_committed(place, manifest.shards, blocks, control.count, former=files.newest_directory)
+        return write_node_file(place, manifest.shards, blocks, control.count, former=files.newest_directory)
     parts: list[tuple[CaptureMeta, BlockSource]] = []
     for shard in manifest.shards:
         part = SharedPart(shard.meta, blocks, shard.offset, shard.size_bytes)
@@ -285,8 +286,6 @@ def _write_shards(
     meta, source = shards[0]
     place = FilePlace(storage, meta.name.directory, files.name)
     if len(shards) == 1:
-        return write_unless_committed(
-            place, [shard_of(meta, source)], source, control.count, former=files.newest_directory
-        )
+        return write_node_file(place, [shard_of(meta, source)], source, control.count, former=files.newest_directory)
     together = NodeSource(shards)
-    return write_unless_committed(place, together.shards, together, control.count, former=files.newest_directory)
+    return write_node_file(place, together.shards, together, control.count, former=files.newest_directory)

@@ -65,7 +65,7 @@ class Blocks(ABC):
     size_bytes: int
     block_bytes: int
     _last: tuple[int, memoryview] | None = None
-    """The block that ``view`` read last, and its number: a header is read in small parts.
+    """The block that ``view`` read last, and its number: a header is read in small parts, and then what follows it.
 
     Invariant: both are replaced at once, because several threads read."""
 
@@ -124,32 +124,20 @@ class FileBlocks(Blocks):
         self._readers: tuple[Reader, ...] = ()
         """The reader of the file, and that of its base if it has one."""
         self._opening = threading.Lock()
-        self._kept: dict[int, memoryview] = {}
 
     @contextlib.contextmanager
     def block(self, index: int, buffers: Buffers) -> Iterator[memoryview]:
         """See ``Blocks``."""
-        kept = self._kept.pop(index, None)
-        if kept is not None:
-            yield kept
+        last = self._last
+        if last is not None and last[0] == index:
+            self._last = None
+            yield last[1]
             return
         start = index * self.block_bytes
         with buffers.buffer(min(self.block_bytes, self.size_bytes - start)) as data:
             self._read_into(start, data)
             self.manifest.checksums.verify_block(index, data, self.where)
             yield data
-
-    def header(self, shard: Shard) -> memoryview:
-        """Return the header of a shard, verified. Its blocks are kept for the next ``block``. Raises: as ``block``."""
-        header = map_anonymous(shard.header_bytes)
-        stop = shard.offset + shard.header_bytes
-        for index in range(shard.offset // self.block_bytes, -(-stop // self.block_bytes)):
-            with self.block(index, Buffers()) as data:  # in new memory, because the block is kept
-                self._kept[index] = data
-                start = index * self.block_bytes
-                part = data[max(shard.offset - start, 0) : stop - start]
-                header[max(start - shard.offset, 0) :][: len(part)] = part
-        return header
 
     def unverified(self, shard: Shard) -> memoryview:
         """Return the header of a shard without comparing it with its checksum. Raises: as ``block``."""
@@ -189,7 +177,6 @@ class FileBlocks(Blocks):
 
     def close(self) -> None:
         """See ``Blocks``."""
-        self._kept.clear()
         self._last = None
         with self._opening:
             readers = self._readers
@@ -221,10 +208,6 @@ class MemoryBlocks(Blocks):
             self._checksums.verify_block(index, data, self.where)
         yield data
 
-    def verify(self, size_bytes: int) -> None:
-        """Compare the blocks of the first bytes with their checksums. Blocks. Raises: FormatError."""
-        fill({self: [WantedBytes(0, min(size_bytes, self.size_bytes), _discard)]})
-
 
 def read_node_file(
     place: FilePlace, manifest: Manifest, *, skips_base: bool = False, progress: ByteCounter = no_progress
@@ -234,11 +217,17 @@ def read_node_file(
     Blocks. Raises: FormatError, naming file and block; FileNotFoundError; LevelError; as ``progress``.
     """
     place.check_sizes(manifest)
+    ranges = _all_bytes(manifest, skips_base=skips_base)
+    headers = []
+    for shard in manifest.shards:
+        header = bytearray(shard.header_bytes)
+        ranges.append(WantedBytes(shard.offset, shard.offset + shard.header_bytes, partial(_copy_to, header)))
+        headers.append(header)
     blocks = FileBlocks(place, manifest)
     with contextlib.closing(blocks):
-        for shard in manifest.shards:
-            shard.layout(blocks.header(shard), place.where)
-        fill({blocks: _all_bytes(manifest, skips_base=skips_base)}, progress=progress)
+        fill({blocks: ranges}, progress=progress)
+    for shard, header in zip(manifest.shards, headers, strict=True):
+        shard.layout(memoryview(header), place.where)
 
 
 def verify(place: FilePlace, *, skips_base: bool = False) -> Manifest:
@@ -262,6 +251,11 @@ def _all_bytes(manifest: Manifest, *, skips_base: bool) -> list[WantedBytes]:
 
 def _discard(offset: int, data: memoryview) -> None:
     """Receive bytes that are read only to be compared. See ``WantedBytes.put``."""
+
+
+def _copy_to(out: bytearray, offset: int, data: memoryview) -> None:
+    """Receive bytes into ``out``. See ``WantedBytes.put``."""
+    out[offset : offset + len(data)] = data
 
 
 def fill(jobs: Mapping[Blocks, Sequence[WantedBytes]], *, progress: ByteCounter = no_progress) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from lazysnap.shard.layout import PAGE, Layout, join
+from lazysnap.shard.limits import MAX_HEADER_BYTES
 from lazysnap.shard.manifest import CaptureMeta, Shard
 
 ByteCounter = Callable[[int], None]
@@ -51,8 +52,8 @@ def _header_bytes(source: BlockSource, offset: int) -> int:
 
 
 def header_of(source: BlockSource, offset: int, size_bytes: int) -> memoryview:
-    """Return the header of a shard. Blocks: until it is written. Raises: CaptureAborted."""
-    length = min(_header_bytes(source, offset), size_bytes)
+    """Return the header of a shard, to be parsed. Blocks: until it is written. Raises: as ``view``."""
+    length = min(_header_bytes(source, offset), 8 + MAX_HEADER_BYTES, size_bytes)
     return source.view(offset, -(-length // PAGE) * PAGE)[:length]
 
 

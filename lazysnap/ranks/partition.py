@@ -1,9 +1,9 @@
 """The part of the state that this rank captures: its own tensors, its shards, its share of replicated ones.
 
-The ranks of a node cut replicated state (DDP) by rows into shares of equal size, and together hold one copy of it
-(topology.share). Ranks that hold the same local shard of a DTensor cut that shard (HSDP, tensors that a mesh dimension
-replicates). The nodes cut the same state once more: at a shared level each stores only its share. Each rank computes
-its part once, without communication. A later boundary takes the same views of the live tensors.
+The ranks of a node cut replicated state (DDP) by rows into shares of equal size, and together hold exactly one copy of
+it (REFT, section 4: sharded snapshots). Ranks that hold the same local shard of a DTensor cut that shard (HSDP, tensors
+that a mesh dimension replicates). The nodes cut the same state once more: at a shared level each stores only its share.
+Each rank computes its part once, without communication. A later boundary takes the same views of the live tensors.
 """
 
 import json
@@ -18,13 +18,46 @@ from lazysnap.shard.checksum import digest
 from lazysnap.shard.strides import order_of
 from lazysnap.state.sharding import HeldPart, held_part, local_of
 from lazysnap.state.walk import Walk
-from lazysnap.topology import Rows, share
 
 STORERS = 8
 """Maximum nodes over which replicated state is spread: a restart opens that many files, also of 1,000 nodes."""
 Common = tuple[list[int], str, int, str]
 """Facts about tensors that the same ranks hold: the ranks of this node, a digest of all ranks, their number, and a
 digest of the tensors' names, shapes and dtypes."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``[start, stop)`` of one tensor along its first dimension; a tensor without dimensions is one row."""
+
+    index: int
+    start: int
+    stop: int
+
+
+def share(sizes: Sequence[tuple[int, int]], part: int, parts: int) -> list[Rows]:
+    """Return the rows in share ``part`` of ``parts``, of tensors with ``(rows, bytes per row)``.
+
+    The shares of all parts cover every row exactly once; their bytes differ by less than one row of the tensors at
+    their ends. Tensors without bytes belong to part 0, so that their shape is kept.
+    """
+    total = sum(rows * row_bytes for rows, row_bytes in sizes)
+    low = total * part // parts
+    high = total * (part + 1) // parts
+    all_rows = []
+    tensor_start = 0
+    for index, (rows, row_bytes) in enumerate(sizes):
+        if rows * row_bytes == 0:
+            if part == 0:
+                all_rows.append(Rows(index, 0, rows))
+            continue
+        # The first byte of a row decides its share.
+        start = min(rows, max(0, -(-(low - tensor_start) // row_bytes)))
+        stop = min(rows, max(0, -(-(high - tensor_start) // row_bytes)))
+        if start < stop:
+            all_rows.append(Rows(index, start, stop))
+        tensor_start += rows * row_bytes
+    return all_rows
 
 
 @dataclass(frozen=True)

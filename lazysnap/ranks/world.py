@@ -10,8 +10,9 @@ import logging
 import os
 import socket
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from lazysnap.capture.plan import Key
 from lazysnap.errors import WaitTimeout
 from lazysnap.ranks.partition import Partition
 from lazysnap.state.walk import Walk
-from lazysnap.topology import places
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -42,6 +42,29 @@ def node_name() -> str:
     except OSError:
         space = ""
     return f"{socket.gethostname()}/{boot}/{space}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place where one rank runs."""
+
+    rank: int
+    node: str
+    """Equal for ranks that share memory."""
+    local_rank: int
+    """Number among the ranks of the node, from 0."""
+    local_world_size: int
+
+
+def places(nodes: Sequence[str]) -> list[Place]:
+    """Return the place of every rank, from the node of every rank (``nodes[rank]``)."""
+    local_world_sizes = Counter(nodes)
+    ranks_so_far = Counter[str]()
+    all_places = []
+    for rank, node in enumerate(nodes):
+        all_places.append(Place(rank, node, ranks_so_far[node], local_world_sizes[node]))
+        ranks_so_far[node] += 1
+    return all_places
 
 
 class World:

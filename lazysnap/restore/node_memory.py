@@ -8,11 +8,10 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryEntry, MemoryInventory
 from lazysnap.levels.blocks import MemoryBlocks
+from lazysnap.ranks.world import Place
 from lazysnap.resolver import MEMORY, Entry, Inventory
-from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.snapshots.reader import OpenShard
-from lazysnap.topology import Place
+from lazysnap.snapshots.reader import OpenShard, open_shard
 
 
 class NodeMemory:
@@ -114,9 +113,7 @@ class NodeMemory:
         checksums = capture.checksums
         if checksums is not None and checksums.size_bytes != len(image):
             raise FormatError(f"{where}: {len(image)} bytes, the keeper said {checksums.size_bytes}")
-        blocks = MemoryBlocks(image, checksums, where)
-        blocks.verify(8 + int.from_bytes(image[:8], "little"))  # damage is the reason, even if the header seems valid
-        return OpenShard(meta, Layout.parse(image, len(image), where), blocks)
+        return open_shard(meta, MemoryBlocks(image, checksums, where), 0, len(image))
 
     def _capture(self, entry: Entry, where: str) -> tuple[MemoryEntry, int]:
         """Return the listed capture, and the bytes of its image. Raises: FormatError, if its slot has another one

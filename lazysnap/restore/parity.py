@@ -18,9 +18,9 @@ from lazysnap.parity.pieces import CHECKSUM_BYTES
 from lazysnap.peers.messages import ParityOf, PartOf
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import LostPart
-from lazysnap.restore.peer_memory import PeerConnections, PeerFile, open_at
+from lazysnap.restore.peer_memory import PeerFile, PeerMemory
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.snapshots.reader import OpenShard
+from lazysnap.snapshots.reader import OpenShard, open_shard
 
 logger = logging.getLogger("lazysnap.engine")
 
@@ -28,8 +28,8 @@ logger = logging.getLogger("lazysnap.engine")
 class Parity:
     """Shards that are computed from parity. See ``restore.sources.Source``."""
 
-    def __init__(self, connections: PeerConnections) -> None:
-        self._connections = connections
+    def __init__(self, peers: PeerMemory) -> None:
+        self._peers = peers
         self.lost: Sequence[LostPart] = ()
         """The parts that entries of parity refer to, by their number."""
 
@@ -40,16 +40,16 @@ class Parity:
         part = PartOf(lost.start, lost.step, lost.most_lost)
         parts = {}
         for position, node in lost.parts.items():
-            parts[position] = self._connections.file(node, part)
+            parts[position] = self._peers.file(node, part)
         parities = {}
         for position, node in lost.parities.items():
             files = {}
             for stripe, _ in lost.pieces.group.parities(position):
-                files[stripe] = self._connections.file(node, ParityOf(lost.start, lost.step, stripe))
+                files[stripe] = self._peers.file(node, ParityOf(lost.start, lost.step, stripe))
             parities[position] = files
         blocks = ParityBlocks(lost, parts, parities, where)
         text, offset, size_bytes = find_shard(blocks.view, blocks.size_bytes, entry.rank)
-        return open_at(CaptureMeta.from_bytes(text, where), blocks, offset, size_bytes)
+        return open_shard(CaptureMeta.from_bytes(text, where), blocks, offset, size_bytes)
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 from lazysnap.errors import KeeperError
 from lazysnap.levels.blocks import Blocks, Buffers
-from lazysnap.levels.source import header_of
 from lazysnap.peers.messages import SlotOf, Subject
 from lazysnap.peers.reader import PeerReader
 from lazysnap.resolver import Entry
-from lazysnap.shard.layout import Layout
 from lazysnap.shard.manifest import CaptureMeta
-from lazysnap.snapshots.reader import OpenShard
+from lazysnap.snapshots.reader import OpenShard, open_shard
 
 if TYPE_CHECKING:
     from lazysnap.ranks.discovery import Discovery
@@ -26,8 +24,8 @@ _PATIENCE_S = 60.0
 """Seconds that a read waits for a keeper. A restart reads complete captures: a keeper that lacks one is busy."""
 
 
-class PeerConnections:
-    """Readers of the keepers of other nodes, for one restart. Idle readers are reused."""
+class PeerMemory:
+    """The memory of other nodes, for one restart: see ``restore.sources.Source``. Idle readers are reused."""
 
     def __init__(self, discovery: "Discovery") -> None:
         self.discovery = discovery
@@ -63,6 +61,15 @@ class PeerConnections:
             raise KeeperError(f"the keeper of {node.split('/')[0]} cannot be reached")
         return PeerFile(self, node, subject)
 
+    def open(self, entry: Entry, where: str) -> OpenShard:
+        """See ``Source``."""
+        assert entry.node is not None
+        local_rank, sequence = entry.location
+        meta = self.file(entry.node, SlotOf(local_rank, sequence, "meta"))
+        text = bytes(meta.read(0, meta.size_bytes))
+        blocks = PeerBlocks(self.file(entry.node, SlotOf(local_rank, sequence, "image")), where)
+        return open_shard(CaptureMeta.from_bytes(text, where), blocks, 0, blocks.size_bytes)
+
     def close(self) -> None:
         """Close the idle readers; the next read makes new ones."""
         with self._lock:
@@ -75,20 +82,20 @@ class PeerConnections:
 class PeerFile:
     """A slot, part or parity that the keeper of another node serves. Thread-safe."""
 
-    def __init__(self, connections: PeerConnections, node: str, subject: Subject) -> None:
-        self._connections = connections
+    def __init__(self, memory: PeerMemory, node: str, subject: Subject) -> None:
+        self._memory = memory
         self._node = node
         self._subject = subject
 
     @cached_property
     def size_bytes(self) -> int:
         """Return the size. Blocks the first time. Raises: KeeperError; PeerRefused."""
-        with self._connections.reader(self._node) as reader:
+        with self._memory.reader(self._node) as reader:
             return reader.size(self._subject)
 
     def read_into(self, offset: int, out: memoryview) -> int:
         """See ``PeerReader.read_into``."""
-        with self._connections.reader(self._node) as reader:
+        with self._memory.reader(self._node) as reader:
             return reader.read_into(self._subject, offset, out)
 
     def read(self, offset: int, length: int) -> memoryview:
@@ -117,28 +124,3 @@ class PeerBlocks(Blocks):
         with buffers.buffer(min(self.block_bytes, self.size_bytes - start)) as data:
             self._file.read_into(start, data)
             yield data
-
-
-class PeerMemory:
-    """The memory of other nodes. See ``restore.sources.Source``."""
-
-    def __init__(self, connections: PeerConnections) -> None:
-        self._connections = connections
-
-    def open(self, entry: Entry, where: str) -> OpenShard:
-        """See ``Source``."""
-        assert entry.node is not None
-        local_rank, sequence = entry.location
-        meta = SlotOf(local_rank, sequence, "meta")
-        image = SlotOf(local_rank, sequence, "image")
-        file = self._connections.file(entry.node, meta)
-        text = bytes(file.read(0, file.size_bytes))
-        blocks = PeerBlocks(self._connections.file(entry.node, image), where)
-        return open_at(CaptureMeta.from_bytes(text, where), blocks, 0, blocks.size_bytes)
-
-
-def open_at(meta: CaptureMeta, blocks: Blocks, offset: int, size_bytes: int) -> OpenShard:
-    """Return the shard that begins at an offset. Blocks: reads its header. Raises: LazySnapError."""
-    header = header_of(blocks, offset, size_bytes)
-    blocks.release()
-    return OpenShard(meta, Layout.parse(header, size_bytes, blocks.where), blocks, offset)

@@ -26,12 +26,11 @@ from lazysnap import faults
 from lazysnap.config import is_path
 from lazysnap.levels.listing import Directory, Listing, without_manifest
 from lazysnap.levels.watchdog import Watchdog
-from lazysnap.ranks.world import World
+from lazysnap.ranks.world import Place, World
 from lazysnap.resolver import Inventory, entries_in
 from lazysnap.restore.level import Level
 from lazysnap.restore.offers import pack_files, unpack_files
 from lazysnap.shard.names import SnapshotName
-from lazysnap.topology import Place
 
 logger = logging.getLogger("lazysnap.engine")
 

@@ -17,24 +17,24 @@ from lazysnap.levels.storage import Storage
 from lazysnap.levels.threads import in_threads
 from lazysnap.resolver import (
     ANY,
+    MOST_DIGITS,
+    Choice,
     Entry,
     Inventory,
     RestartPlan,
-    SnapshotFilter,
     SnapshotKey,
     candidates,
     is_complete,
+    run_of,
+    short_ids,
     snapshots,
 )
-from lazysnap.runs import MOST_DIGITS, Choice, run_of, short_ids
 from lazysnap.shard.best import best_first
 from lazysnap.shard.manifest import Manifest
 from lazysnap.shard.names import SnapshotName
 
 _THREADS = 8
 """Concurrent small reads: each is a request to an object store."""
-_MOST_LISTED = 8
-"""Maximum steps in a message."""
 _NO_KEY = SnapshotKey("", -1, "", 0)
 
 Item = TypeVar("Item")
@@ -203,12 +203,12 @@ class Catalogue:
 
     # ---------------------------------------------------------------- one snapshot
 
-    def plans(self, snapshot_filter: SnapshotFilter = ANY) -> Iterator[RestartPlan]:
+    def plans(self, choice: Choice = ANY) -> Iterator[RestartPlan]:
         """Yield complete snapshots, best first: of the newest run, then the greatest step, then the newest start.
 
         Raises: as ``candidates``.
         """
-        any_name = replace(snapshot_filter, name=None)
+        any_name = replace(choice, name=None)
         directory_names = []
         for directory_name, name in self._snapshot_names.items():
             if any_name.includes(name, ()):
@@ -216,14 +216,14 @@ class Catalogue:
         by_step: dict[tuple[str, int], list[Directory]] = {}
         for directory in self._list(directory_names):
             name = directory.snapshot
-            if snapshot_filter.includes(name, directory.names):
+            if choice.includes(name, directory.names):
                 by_step.setdefault((name.run_id, name.step), []).append(directory)
         best_to_worst = sorted(by_step.items(), reverse=True)
-        if snapshot_filter.is_best:
+        if choice.is_best:
             best_to_worst = best_first((item, _names_of(item[1])) for item in best_to_worst)
         for (_, step), directories in best_to_worst:
             entries = tuple(self._manifests_by_entry(directories))
-            plans = candidates([Inventory(self.storage.url, entries)], snapshot_filter)
+            plans = candidates([Inventory(self.storage.url, entries)], choice)
             if not plans:
                 for directory in directories:
                     if directory.bare:
@@ -231,40 +231,34 @@ class Catalogue:
                 self._explain(step, entries)
             yield from plans
 
-    def plans_for(self, which: str | int, run: str | None = None) -> Iterator[RestartPlan]:
+    def plans_for(self, which: str | int) -> Iterator[RestartPlan]:
         """Return complete snapshots for a step, a name, ``latest`` or ``run:1f3a@200``, best first.
 
-        ``run``: the first digits of a run's id. Raises: SnapshotNotFound, if no run begins with them, or several;
-        ConfigError, for anything else, and for two runs.
+        Raises: SnapshotNotFound, if no run begins with these digits, or several; ConfigError, for anything else.
         """
-        # On a command line a step is text. No name is of digits alone.
-        if isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= MOST_DIGITS:
-            choice = Choice.of(int(which))
-        else:
-            choice = Choice.of(which)
+        return self._plans_of(_choice_of(which))
+
+    def find(self, which: str | int, run: str | None = None) -> RestartPlan:
+        """Return the first of ``plans_for``. ``run``: the first digits of a run's id.
+
+        Raises: SnapshotNotFound, listing the complete steps; ConfigError, also for two runs; as ``plans_for``.
+        """
+        choice = _choice_of(which)
         if run is not None:
             if choice.run is not None:
                 raise ConfigError(f"{which!r} names a run, and run {run} is given as well: give one of them")
             choice = replace(choice, run=run)
-        return self.plans(choice.of_one_run(self.run_of))
-
-    def find(self, which: str | int, run: str | None = None) -> RestartPlan:
-        """Return the first of ``plans_for``. Raises: SnapshotNotFound, listing the complete steps; as ``plans_for``."""
-        plan = next(self.plans_for(which, run), None)
+        plan = next(self._plans_of(choice), None)
         if plan is not None:
             return plan
-        message = f"{self.storage.url}: no complete snapshot {which!r}"
-        if run:
-            message += f" of run {run}"
-        steps = set()
-        for snapshot in self.contents().snapshots:
-            if snapshot.is_complete:
-                steps.add(snapshot.step)
-        if steps:
-            message += f"; complete are the steps {_newest(sorted(steps))}"
-        else:
-            message += "; there is none that is complete"
+        message = f"{self.storage.url}: {choice.missing([self.inventory()])}"
         raise SnapshotNotFound("\n".join([message, *self.problems, *self.incomplete]))
+
+    def _plans_of(self, choice: Choice) -> Iterator[RestartPlan]:
+        """Return the snapshots of a choice, whose run may have its first digits alone."""
+        if choice.run is not None:
+            choice = replace(choice, run=self.run_of(choice.run))
+        return self.plans(choice)
 
     def run_of(self, digits: str) -> str:
         """Return the id of the one run that begins with these digits. Raises: SnapshotNotFound, listing the runs."""
@@ -448,8 +442,8 @@ def _names_of(directories: Sequence[Directory]) -> set[str]:
     return names
 
 
-def _newest(steps: list[int]) -> str:
-    text = ", ".join(map(str, steps[-_MOST_LISTED:]))
-    if len(steps) > _MOST_LISTED:
-        return f"…, {text}"
-    return text
+def _choice_of(which: str | int) -> Choice:
+    """Return a choice. On a command line a step is text; no name is of digits alone. Raises: ConfigError."""
+    if isinstance(which, str) and which.isascii() and which.isdigit() and len(which) <= MOST_DIGITS:
+        return Choice.of(int(which))
+    return Choice.of(which)

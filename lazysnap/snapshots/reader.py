@@ -10,11 +10,11 @@ from typing import TypeVar
 from lazysnap.errors import FormatError, SnapshotNotFound
 from lazysnap.levels.blocks import Blocks, FileBlocks, WantedBytes, fill
 from lazysnap.levels.node_file import FilePlace
-from lazysnap.levels.source import ByteCounter, no_progress
+from lazysnap.levels.source import ByteCounter, header_of, no_progress
 from lazysnap.levels.storage import Storage
 from lazysnap.resolver import RestartPlan
 from lazysnap.shard.layout import Layout, TensorSpec
-from lazysnap.shard.manifest import CaptureMeta
+from lazysnap.shard.manifest import CaptureMeta, Shard
 from lazysnap.shard.pieces import Extent, extent_of
 from lazysnap.shard.strides import Order, is_order
 from lazysnap.snapshots.catalogue import Catalogue, in_parallel
@@ -151,23 +151,25 @@ class OpenSnapshot:
             raise FormatError(f"{self.plan.level}: step {self.plan.step}: {error}") from error
 
 
-def open_shard(rank: int, blocks: FileBlocks, *, verify: bool) -> OpenShard:
-    """Read the header of a rank's shard, and verify it: now (``verify``), or in ``read``.
+def open_shard(meta: CaptureMeta, blocks: Blocks, offset: int, size_bytes: int) -> OpenShard:
+    """Read the header of the shard that begins at an offset, and verify it. Closes the file, unless it stays open.
 
-    ``blocks``: of the file, which stays open.
-    Blocks: reads the header alone, or with ``verify`` its blocks. Raises: FormatError; FileNotFoundError; LevelError.
+    Blocks: reads the blocks that have the header. Raises: FormatError; FileNotFoundError; LevelError; KeeperError.
     """
-    shard = blocks.manifest.of(rank)
-    if verify:
-        layout = shard.layout(blocks.header(shard), blocks.where)
-        return OpenShard(shard.meta, layout, blocks, shard.offset)
+    header = header_of(blocks, offset, size_bytes)
+    blocks.release()
+    return OpenShard(meta, Layout.parse(header, size_bytes, blocks.where), blocks, offset)
+
+
+def _open_unverified(shard: Shard, blocks: FileBlocks) -> OpenShard:
+    """As ``open_shard``, but read the header alone; ``read`` verifies it."""
     header = blocks.unverified(shard)
-    layout = shard.layout(header, blocks.where)
-    return OpenShard(shard.meta, layout, blocks, shard.offset, header)
+    blocks.release()
+    return OpenShard(shard.meta, shard.layout(header, blocks.where), blocks, shard.offset, header)
 
 
 def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = False) -> OpenSnapshot:
-    """Read the headers of all shards; ``verify``: as ``open_shard``, and no file stays open.
+    """Read the headers of all shards. ``verify``: verify them now, not in ``read``, and let no file stay open.
 
     Otherwise files stay open until the snapshot is closed (of very many the first ones): where the place allows, they
     can be read even if retention deletes them meanwhile. ``plan``: of this catalogue.
@@ -185,10 +187,13 @@ def open_snapshot(catalogue: Catalogue, plan: RestartPlan, *, verify: bool = Fal
     def open_file(place: FilePlace) -> None:
         blocks = files[place]
         for rank in ranks[place]:
-            shards[rank] = open_shard(rank, blocks, verify=verify)
+            shard = blocks.manifest.of(rank)
+            if verify:
+                shards[rank] = open_shard(shard.meta, blocks, shard.offset, shard.size_bytes)
+            else:
+                shards[rank] = _open_unverified(shard, blocks)
         if verify:
-            blocks.close()  # otherwise it keeps the first block of each shard
-        blocks.release()
+            blocks.close()  # otherwise it keeps a block
 
     try:
         in_parallel(open_file, list(files))

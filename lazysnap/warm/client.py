@@ -36,6 +36,8 @@ _OF_ONE_START = (
 _INHERITED = tuple(["Umask", "Uid", "Gid", "Groups", "SigIgn", "Cap", "NoNewPrivs", "Cpus_allowed", "Mems_allowed"])
 """Lines of ``/proc/self/status`` that a program inherits."""
 _TRIES = 3
+_LOCK_S = 30.0
+"""Maximum seconds to wait for another start, which starts a parent meanwhile, unless it was stopped."""
 _MOST_HANDLES = 250
 _TOGETHER_S = 0.2
 """Seconds within which a signal to a process group reaches the client and its supervisor."""
@@ -175,7 +177,7 @@ def _connect(
     """Connect to the parent for this environment; start it if there is none. ``place``: directory and name."""
     directory, name = place
     connection = socket.socket(socket.AF_UNIX)
-    with locked(directory) as handle:
+    with locked(directory, _LOCK_S) as handle:
         address = f"/proc/self/fd/{handle}/{name}"  # for paths of any length
         try:
             connection.connect(address)

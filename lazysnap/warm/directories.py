@@ -14,9 +14,7 @@ import time
 from collections.abc import Iterator
 
 ENVIRONMENT = "LAZYSNAP_RUNTIME_DIR"
-_LOCK_S = 30.0
-"""Maximum seconds to wait for a lock. Its owner starts a process meanwhile, unless it was stopped."""
-_PAUSE_S = 0.002
+_PAUSE_S = 0.005
 
 
 def runtime_directory() -> str:
@@ -82,17 +80,17 @@ def started(pid: int) -> str | None:
 
 
 @contextlib.contextmanager
-def locked(directory: str) -> Iterator[int]:
-    """Hold a lock on a directory; yield its descriptor.
+def locked(directory: str, timeout_s: float) -> Iterator[int]:
+    """Hold a lock on a directory; yield its descriptor. Where the file system has no locks, nothing is held.
 
-    Blocks: at most ``_LOCK_S``, while another process has the lock. Raises: TimeoutError, after that; OSError.
+    Blocks: at most ``timeout_s``, while another process has the lock. Raises: TimeoutError, after that; OSError.
     """
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    deadline_s = time.monotonic() + _LOCK_S
+    deadline_s = time.monotonic() + timeout_s
     try:
         while not _try_lock(handle):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{directory}: another process has had its lock for {_LOCK_S:g} s")
+                raise TimeoutError(f"{directory}: another process has had its lock for {timeout_s:g} s")
             time.sleep(_PAUSE_S)
         yield handle
     finally:
@@ -100,10 +98,13 @@ def locked(directory: str) -> Iterator[int]:
 
 
 def _try_lock(handle: int) -> bool:
+    """Take the lock of an open directory. ``False`` if another process has it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        return True  # some file systems have no locks
     return True
 
 

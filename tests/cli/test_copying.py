@@ -116,6 +116,8 @@ def test_what_cannot_be_copied_is_exit_code_2(make_url, capsys):
     assert run("copy", source, target) == 2
     put(source, 10)
     assert run("copy", source, source) == 2
+    os.symlink(source, f"{source}-link")
+    assert run("copy", source, f"{source}-link") == 2
     assert run("copy", source, target, "--step", "7") == 2
     assert run("copy", source, "nosuchprotocol://x/y") == 2
     assert files(target) == []

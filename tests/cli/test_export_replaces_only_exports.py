@@ -1,5 +1,6 @@
 """``lazysnap export --force`` replaces an empty directory or an earlier export, and nothing else."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -150,3 +151,21 @@ def test_what_comes_into_an_export_while_it_is_replaced_is_not_deleted(level, tm
     [note] = [note for note in result["notes"] if str(kept[0].parent) in note]
     assert "is replaced; what could not be deleted of the earlier export is in" in note
     assert (out / ".metadata").is_file()
+
+
+def test_an_earlier_export_stays_if_the_new_name_cannot_be_made_durable(level, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    assert run("export", level, "latest", "--to", out) == 0
+    put(str(level), 20)
+    before = content(tmp_path)
+    sync = os.fsync
+
+    def sync_files_alone(handle: int) -> None:
+        if os.path.samestat(os.fstat(handle), tmp_path.stat()):
+            raise OSError(errno.EIO, "injected")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync_files_alone)
+    code, result = run_json(capsys, "export", level, "latest", "--to", out, "--force")
+    assert (code, "injected" in result["error"]) == (2, True)
+    assert content(tmp_path) == before

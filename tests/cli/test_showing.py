@@ -100,7 +100,7 @@ def test_latest_is_of_the_newest_run_and_another_can_be_chosen(url, capsys):
 def test_what_is_not_there_is_exit_code_2_and_says_what_is(shown, capsys, wanted):
     code, result = run_json(capsys, "show", shown, wanted)
     assert code == 2
-    assert "complete are the steps 10" in result["error"]
+    assert "there are the steps 10" in result["error"]
 
 
 def test_a_damaged_snapshot_is_exit_code_1(url, capsys):

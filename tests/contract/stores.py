@@ -18,7 +18,7 @@ from lazysnap.levels.source import MemorySource
 from lazysnap.levels.storage import Storage
 from lazysnap.levels.store import keep, release
 from lazysnap.memory.capture_reader import CaptureAborted
-from lazysnap.resolver import SnapshotFilter, candidates
+from lazysnap.resolver import Choice, candidates
 
 
 def _flipped(at: int) -> Callable[[bytes], bytes]:
@@ -249,7 +249,7 @@ class StoreContract(Place):
         assert not Snapshot(1).delete(make_storage())
         assert again.delete(make_storage())
         assert look(storage).steps() == [1]
-        assert [plan.step for plan in candidates([inventory_of(make_storage())], SnapshotFilter(name="first"))] == [1]
+        assert [plan.step for plan in candidates([inventory_of(make_storage())], Choice(name="first"))] == [1]
 
         assert release(make_storage(), RUN, "first") == [entry.snapshot.directory]
         assert not Snapshot(1).delete(storage)

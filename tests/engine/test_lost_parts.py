@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.ranks.discovery import Discovery
+from lazysnap.ranks.world import places
 from lazysnap.resolver import PARITY, Entry, Inventory, candidates
 from lazysnap.restore.lost_parts import lost_parts
 from lazysnap.restore.offers import pack_parity
-from lazysnap.restore.peer_memory import PeerConnections
-from lazysnap.restore.restart import _Search
-from lazysnap.topology import places
+from lazysnap.restore.peer_memory import PeerMemory
+from lazysnap.restore.search import Search
 
 RUN, START, LATER = "ab" * 8, "01" * 8, "02" * 8
 SIZES = [1000, 900, 800, 1100]
@@ -97,10 +97,10 @@ def test_a_node_that_no_other_reaches_counts_as_lost():
     search = SimpleNamespace(
         _restart=SimpleNamespace(client=None),
         _world=SimpleNamespace(rank=0, places=places([f"n{node}" for node in range(4)])),
-        _connections=PeerConnections(Discovery(reads={node: ("10.0.0.1", 1) for node in ("n0", "n2", "n3")})),
+        _peers=PeerMemory(Discovery(reads={node: ("10.0.0.1", 1) for node in ("n0", "n2", "n3")})),
         _parity=SimpleNamespace(),
     )
-    inventory = _Search._computed(search, memories, reports)
+    inventory = Search._computed(search, memories, reports)
 
     assert {2, 3} <= {entry.rank for entry in inventory.entries}
     assert all(1 not in part.parts and 1 not in part.parities for part in search._parity.lost)

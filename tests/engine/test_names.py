@@ -56,7 +56,7 @@ def test_a_released_snapshot_goes_as_any_other(job, tmp_path):
 
     assert training.engine.close()
     until(lambda: steps_at(tmp_path) == [6, 7])
-    with pytest.raises(SnapshotNotFound, match=r"called 'a'; there are steps \[6, 7\]"):
+    with pytest.raises(SnapshotNotFound, match=r"called 'a'; there are the steps 6, 7"):
         job.start(tmp_path, ready=False).engine._fetch("a")
 
 

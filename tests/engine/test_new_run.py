@@ -172,7 +172,7 @@ def test_a_run_can_be_chosen_by_the_first_digits_of_its_id(job, tmp_path):
     assert third._fetch(f"run:{old}").step == 8
     assert third._fetch(f"run:{old.upper()}@4").step == 4
     assert third._fetch(f"run:{new}").new_run is None
-    message = rf"no whole snapshot of step 3 of run {old}, which has steps \[4, .*8\]; the runs there.*step 8"
+    message = rf"no complete snapshot of step 3 of run {old}; .* steps 4, .*8, and the names x; the runs there.*step 8"
     with pytest.raises(SnapshotNotFound, match=message):
         third._fetch(f"run:{old}@3")
     unknown = next(digit for digit in "0123456789abcdef" if digit not in (new[0], old[0]))

@@ -93,7 +93,7 @@ def test_an_older_one_that_is_asked_for_is_found_and_begins_a_new_run(stored, re
 
 @pytest.mark.slow
 def test_what_is_not_there_is_refused_with_all_that_is(stored):
-    with pytest.raises(SnapshotNotFound, match=r"there are steps \[1, 2, 3, 4, 5, 6\]"):
+    with pytest.raises(SnapshotNotFound, match=r"there are the steps 1, 2, 3, 4, 5, 6"):
         stored()._fetch(9)
     with pytest.raises(SnapshotNotFound, match="newest step 6"):
         stored()._fetch("run:ffff")

@@ -362,7 +362,7 @@ def test_a_step_can_be_chosen_and_one_that_is_not_there_is_refused(job, level):
     engine = job.start(level, ready=False).engine
 
     assert engine._fetch(2).step == 2
-    with pytest.raises(SnapshotNotFound, match="no whole snapshot of step 77"):
+    with pytest.raises(SnapshotNotFound, match="no complete snapshot of step 77"):
         engine._fetch(77)
 
 

@@ -8,6 +8,7 @@ from support.names import directory_of
 
 from lazysnap.keeper.questions import HeldMember, HeldParity
 from lazysnap.levels.listing import Directory, Listing
+from lazysnap.ranks.world import places
 from lazysnap.resolver import Entry, Inventory, candidates
 from lazysnap.restore.offers import (
     numbers_in,
@@ -21,7 +22,6 @@ from lazysnap.restore.offers import (
 )
 from lazysnap.restore.survey import NEWEST, Selection, Site, digest_of, first_with, merged, sites_of
 from lazysnap.shard.names import NodeName, SnapshotName
-from lazysnap.topology import places
 
 NODES = places(["a", "a", "b", "b"])
 URL, PATH = "s3://bucket/run", "/scratch/run"

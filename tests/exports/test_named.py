@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import threading
 import pytest
 from support.waiting import until
 
-from lazysnap.errors import ConfigError, WaitTimeout
+from lazysnap.errors import ConfigError, LevelError, WaitTimeout
 from lazysnap.exports import named
 from lazysnap.exports.named import Named, delete_checkpoint, filled, forget_name, name_snapshot, named_in
 
@@ -43,6 +44,19 @@ def locked(directory):
         yield
     finally:
         os.close(handle)
+
+
+def test_a_full_disk_leaves_the_earlier_name_and_no_other_file(directory):
+    earlier = named_in(directory)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # as a quota
+    try:
+        with pytest.raises(LevelError):
+            name_snapshot(directory, Named("/runs/a", "1f3a" * 4, 4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(directory) == ["lazysnap.json"]
+    assert named_in(directory) == earlier
 
 
 def test_an_export_does_not_wait_for_ever_for_another_one(directory, monkeypatch):

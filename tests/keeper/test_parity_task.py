@@ -25,7 +25,7 @@ from lazysnap.peers.secret import draw_secret
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import lost_parts
 from lazysnap.restore.parity import Parity
-from lazysnap.restore.peer_memory import PeerConnections, PeerMemory
+from lazysnap.restore.peer_memory import PeerMemory
 from lazysnap.snapshots.reader import read
 
 STEP = 4
@@ -68,9 +68,9 @@ class Restart:
             addresses[f"n{node}"] = (address.host, address.port)
         for node in lost:
             del addresses[f"n{node}"]
-        self.connections = PeerConnections(SimpleNamespace(secret=group.secret, reads=addresses))
+        self.peers = PeerMemory(SimpleNamespace(secret=group.secret, reads=addresses))
         self.memory = {entry.rank: entry for entry in entries}
-        self.source = Parity(self.connections)
+        self.source = Parity(self.peers)
         self.source.lost, found, self.problems = lost_parts(entries, held)
         self.parity = {entry.rank: entry for entry in found}
 
@@ -80,7 +80,7 @@ class Restart:
 
     def read(self, rank):
         """Return the shard of a rank, out of the memory of its node."""
-        return self._read(PeerMemory(self.connections).open(self.memory[rank], "there"), lambda: None)
+        return self._read(self.peers.open(self.memory[rank], "there"), lambda: None)
 
     def _read(self, shard, meanwhile):
         out = bytearray(shard.layout.size_bytes)
@@ -99,7 +99,7 @@ def restart():
 
         def make(group, *lost, step=STEP):
             made = Restart(group, step, lost)
-            stack.callback(made.connections.close)
+            stack.callback(made.peers.close)
             return made
 
         yield make
@@ -480,10 +480,10 @@ def test_no_connection_is_left_behind(damaged_group, restart):
     damaged_group.nodes[1].die()
     found = restart(damaged_group, 1)
     found.compute(1)
-    readers = [reader for idle in found.connections._idle.values() for reader in idle]
+    readers = [reader for idle in found.peers._idle.values() for reader in idle]
     assert readers
     assert all(reader._connection is not None for reader in readers)
-    found.connections.close()
+    found.peers.close()
     assert all(reader._connection is None for reader in readers)
 
 

@@ -78,7 +78,7 @@ class Trainer:
             size = entry.slot.view().image_bytes
             image = entry.slot.read(0, size)
             if entry.checksums is not None:
-                MemoryBlocks(image, entry.checksums, "a slot").verify(size)
+                MemoryBlocks(image, entry.checksums, "a slot").view(0, size)
             whole = bytes(image) == content(entry.run_id, entry.step, size - 4096)
             found.append([entry.step, entry.run_id, whole, entry.checksums is not None])
         return sorted(found)

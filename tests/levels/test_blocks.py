@@ -8,7 +8,10 @@ import pytest
 
 from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import MemoryBlocks, WantedBytes, fill
+from lazysnap.levels.source import header_of
 from lazysnap.shard.checksum import Checksums
+from lazysnap.shard.layout import PAGE
+from lazysnap.shard.limits import MAX_HEADER_BYTES
 
 BLOCK = 64
 IMAGE = random.Random(7).randbytes(10 * BLOCK + 17)
@@ -127,3 +130,25 @@ def test_what_is_read_to_be_written_elsewhere_is_verified_whatever_the_blocks_th
     source.view(0, 3 * BLOCK)
     with pytest.raises(FormatError, match="image: block 3"):
         source.view(3 * BLOCK, 10)
+
+
+class Damaged:
+    """A shard of a terabyte whose header claims to fill it."""
+
+    size_bytes = 1 << 40
+
+    def __init__(self):
+        self.longest = 0
+
+    def view(self, offset, length):
+        self.longest = max(self.longest, length)
+        return memoryview(b"\xff" * PAGE)
+
+    def finish(self):
+        raise AssertionError("its header is read alone")
+
+
+def test_no_more_is_read_of_a_header_than_the_format_allows():
+    damaged = Damaged()
+    header_of(damaged, 0, damaged.size_bytes)
+    assert damaged.longest <= MAX_HEADER_BYTES + 2 * PAGE

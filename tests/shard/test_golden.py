@@ -85,12 +85,12 @@ def test_a_flipped_bit_in_any_byte_of_the_manifest_is_found():
 def test_a_flipped_bit_in_any_byte_of_the_shard_is_found_and_its_block_named():
     good = golden.SHARD_PATH.read_bytes()
     checksums = Manifest.decode(golden.MANIFEST_PATH.read_bytes(), "golden").checksums
-    MemoryBlocks(memoryview(good), checksums, "golden").verify(len(good))
+    MemoryBlocks(memoryview(good), checksums, "golden").view(0, len(good))
     for position in range(len(good)):
         bad = bytearray(good)
         bad[position] ^= 1 << (position % 8)
         with pytest.raises(ValueError, match=f"golden: block {position // golden.BLOCK_BYTES} "):
-            MemoryBlocks(memoryview(bad), checksums, "golden").verify(len(bad))
+            MemoryBlocks(memoryview(bad), checksums, "golden").view(0, len(bad))
 
 
 def test_a_tensor_that_no_shard_has_is_refused():

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lazysnap.levels.node_file import FilePlace
 from lazysnap.levels.source import BlockSource, MemorySource, map_anonymous, shard_of
 from lazysnap.levels.storage import Storage
-from lazysnap.levels.store import write_unless_committed
+from lazysnap.levels.store import write_node_file
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import CaptureMeta, Manifest, Shard
 from lazysnap.shard.names import NodeName
@@ -27,7 +27,7 @@ def write_node(
 ) -> Manifest:
     """Write and commit the file of a node. ``former``: see ``write_node_file``."""
     place = FilePlace(storage, shards[0].meta.name.directory, name)
-    return write_unless_committed(place, shards, source, former=former)
+    return write_node_file(place, shards, source, former=former)
 
 
 def write_shard(storage: Storage, meta: CaptureMeta, source: BlockSource) -> Manifest:

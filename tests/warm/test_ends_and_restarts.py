@@ -398,13 +398,12 @@ def test_a_directory_that_others_can_write_to_is_refused(place):
     assert "its mode is 0777, expected 0700" in err
 
 
-def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path, monkeypatch):
+def test_a_lock_that_another_process_keeps_is_not_waited_for_without_end(tmp_path):
     """A client that was stopped while it started a parent would stop all other starts."""
-    monkeypatch.setattr(directories, "_LOCK_S", 0.1)
     with (
-        directories.locked(str(tmp_path)),
+        directories.locked(str(tmp_path), 0.1),
         pytest.raises(TimeoutError, match="lock"),
-        directories.locked(str(tmp_path)),
+        directories.locked(str(tmp_path), 0.1),
     ):
         pass
 

@@ -12,8 +12,8 @@ from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.statistics import Statistics
 from lazysnap.integrations.accelerate.integration import AcceleratorIntegration, Snapshots
 from lazysnap.integrations.arguments import check_path
+from lazysnap.resolver import check_choice, means_snapshot
 from lazysnap.restore.snapshot import Snapshot
-from lazysnap.runs import check_choice, means_snapshot
 
 _INTEGRATION = "_lazysnap_integration"
 """The attribute of an accelerator with its integration."""

@@ -13,8 +13,8 @@ from lazysnap.engine import report
 from lazysnap.integrations.arguments import check_path
 from lazysnap.integrations.lightning.framework import neighbour
 from lazysnap.integrations.lightning.state import LightningState
+from lazysnap.resolver import LATEST, means_snapshot
 from lazysnap.restore.snapshot import Snapshot
-from lazysnap.runs import LATEST, means_snapshot
 from lazysnap.shard.names import id_time_ns
 
 logger = logging.getLogger(__name__)

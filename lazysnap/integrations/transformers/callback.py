@@ -22,8 +22,8 @@ from lazysnap.integrations.arguments import Arguments, check_path, place_beside
 from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.session import WithEngine
 from lazysnap.integrations.transformers.state import TrainingState
+from lazysnap.resolver import means_snapshot
 from lazysnap.restore.snapshot import Snapshot
-from lazysnap.runs import means_snapshot
 
 logger = logging.getLogger(__name__)
 

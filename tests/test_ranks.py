@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lazysnap.topology import places, share
+from lazysnap.ranks.partition import share
+from lazysnap.ranks.world import places
 
 SIZES = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 40)), max_size=30)
 
