@@ -75,7 +75,6 @@ class Start:
     """One process of a rank, from its beginning to its end."""
 
     trainer_started: TrainerStarted
-    node: int
     began: int
     ended: int
     how: str | None
@@ -122,22 +121,12 @@ class Start:
         return time_of(self.marks, step)
 
 
-def ranks_in(files: Iterable[EventFile]) -> list[int]:
-    """Return the ranks whose starts are in the files."""
-    ranks = set()
-    for file in files:
-        for event in file.events:
-            if isinstance(event, TrainerStarted):
-                ranks.add(event.rank)
-    return sorted(ranks)
-
-
 def starts_of(files: Sequence[EventFile]) -> list[Start]:
     """Return the starts of rank 0, or of the lowest rank with lines. They do not overlap.
 
     ``files``: those of all nodes, of one run. Empty if no training named itself.
     """
-    rank = min(ranks_in(files), default=0)
+    rank = _lowest_rank(files)
     lines_of: dict[str, list[Event]] = {}
     file_of: dict[str, EventFile] = {}
     names: dict[str, TrainerStarted] = {}
@@ -157,6 +146,15 @@ def starts_of(files: Sequence[EventFile]) -> list[Start]:
             began = max(began, starts[-1].ended)
         starts.append(_start(name, file_of[name.start], lines_of[name.start], began, follower))
     return starts
+
+
+def _lowest_rank(files: Iterable[EventFile]) -> int:
+    ranks = set()
+    for file in files:
+        for event in file.events:
+            if isinstance(event, TrainerStarted):
+                ranks.add(event.rank)
+    return min(ranks, default=0)
 
 
 def _began(name: TrainerStarted) -> int:
@@ -184,7 +182,7 @@ def _start(
     if follower is not None:
         ended = min(ended, _began(follower))
     ended = max(began, ended)
-    start = Start(trainer_started, file.node, began, ended, how, progress, end)
+    start = Start(trainer_started, began, ended, how, progress, end)
     start.waits = _waits(start)
     step_us = start.step_us
     if follower is not None and how == UNSEEN and step_us:
@@ -230,17 +228,13 @@ def _waits(start: Start) -> Marks:
 
 @dataclass(frozen=True)
 class LevelUse:
-    """The snapshots that nodes stored at a level. Seconds are medians."""
+    """The snapshots that nodes stored at a level."""
 
     snapshots: int = 0
     bytes: int = 0
     """Size of the newest."""
     seconds: float = 0.0
-    """The time from the beginning of a write until it is durable."""
-    checksum_s: float = 0.0
-    """The part of ``seconds`` that checksums took, of all threads together."""
-    read_back_s: float = 0.0
-    """The seconds to read back after the write; 0: not read back."""
+    """The time from the beginning of a write until it is committed and read back: the median."""
     failures: int = 0
 
 
@@ -258,23 +252,17 @@ def _level(events: Sequence[Stored | LevelFailed]) -> LevelUse:
     failures = 0
     size_bytes = 0
     seconds = []
-    checksum_s = []
-    read_back_s = []
     for event in events:
         if isinstance(event, LevelFailed):
             failures += 1
             continue
         size_bytes = event.bytes
         seconds.append(event.seconds)
-        checksum_s.append(event.checksum_s)
-        read_back_s.append(event.read_back_s)
     if not seconds:
         return LevelUse(failures=failures)
     return LevelUse(
         snapshots=len(seconds),
         bytes=size_bytes,
         seconds=median(seconds),
-        checksum_s=median(checksum_s),
-        read_back_s=median(read_back_s),
         failures=failures,
     )

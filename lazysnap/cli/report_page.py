@@ -112,8 +112,8 @@ def _charts(figures: dict[str, Any]) -> Iterator[str]:
         if point["step"] is not None:
             waited_percent = 100 * point["waited"]
         waited.append(waited_percent)
-        for place in figures["places"]:
-            behind[place].append(point["behind"][place])
+        for source, lag in point["behind"].items():
+            behind[source].append(lag)
     yield _chart("step reached", {"step": steps}, figures)
     yield _chart("how many steps the newest complete one is behind", behind, figures)
     yield _chart("time waited for copies, %", {"waiting": waited}, figures)

@@ -76,7 +76,7 @@ class Journal:
 
     def __init__(self, directory, nodes=1):
         self.directory, self.now, self.found = directory, 1000.0, []
-        self.add(events.KeeperStarted, pid=1, host="a", node=0, nodes=nodes, version="1")
+        self.add(events.KeeperStarted, nodes=nodes)
         self.starts = 0
 
     def add(self, kind, **fields):
@@ -90,7 +90,7 @@ class Journal:
         start, began = f"s{self.starts}", self.now + down_s
         self.now = began + own_s
         of = {"rank": 0, "start": start}
-        self.add(events.TrainerStarted, **of, pid=2, step=first, world_size=4, every_n_steps=every, began=began)
+        self.add(events.TrainerStarted, **of, step=first, world_size=4, every_n_steps=every, began=began)
         waited = 0.0
         for step in range(first + 1, last + 1):
             is_due = step % every == 0
@@ -98,9 +98,8 @@ class Journal:
             self.now += step_s + stall_s * is_due
             taken = {"captured": step // every * every, "taken": self.now, "copy_s": 0.5}
             self.add(events.Progress, **of, step=step, every=every, waited_s=waited, **taken)
-        times = {"seconds": 20.0, "checksum_s": 0.1, "read_back_s": 5.0}
-        self.add(events.Stored, level="/level", step=last, bytes=10**9, **times)
-        self.add(events.TrainerEnded, **of, pid=2, step=last, how="died")
+        self.add(events.Stored, level="/level", step=last, bytes=10**9, seconds=20.0)
+        self.add(events.TrainerEnded, **of, step=last, how="died")
 
 
 def test_a_run_is_told_from_what_it_measured(capsys, tmp_path):
