@@ -228,13 +228,11 @@ def _times_of_steps(starts: Sequence[Start]) -> tuple[int, float | None, float]:
     waited_us = 0
     captures = 0.0
     for start in starts:
-        if start.waits:
-            steps, time_us = _timed(start)
-            waits_us = start.waits[-1][1]
-            timed_steps += steps
-            waited_us += waits_us
-            worked_us += max(0, time_us - waits_us)
-            captures += steps / max(1, start.every)
+        if start.timed_steps:
+            timed_steps += start.timed_steps
+            waited_us += start.waits[-1][1]
+            worked_us += start.worked_us
+            captures += start.timed_steps / max(1, start.every)
     if timed_steps < _LEAST_STEPS:
         return timed_steps, None, 0.0
     stall_s = 0.0
@@ -254,16 +252,6 @@ def _restarts_s(starts: Sequence[Start]) -> list[float]:
             resumed_at = after.waits[0][0]
         restarts_s.append((resumed_at - before.ended) / 1e6)
     return restarts_s
-
-
-def _timed(start: Start) -> tuple[int, int]:
-    """Return the timed steps after the first boundary, and their time."""
-    step = start.progress[-1].step
-    at = start.sampled_at
-    if start.end is not None and start.end.how == "died" and start.end.step > step:
-        step = start.end.step
-        at = start.ended
-    return max(0, step - start.trainer_started.step - 1), max(0, at - start.waits[0][0])
 
 
 def _median(values: Sequence[float]) -> float:

@@ -101,14 +101,23 @@ class Start:
         return self.marks[-1][1]
 
     @property
+    def timed_steps(self) -> int:
+        """Steps from the first boundary to the last sample."""
+        if not self.waits:
+            return 0
+        return max(0, self.progress[-1].step - self.trainer_started.step - 1)
+
+    @property
+    def worked_us(self) -> int:
+        """The time of ``timed_steps``, which are at least one, without waits."""
+        return max(0, self.sampled_at - self.waits[0][0] - self.waits[-1][1])
+
+    @property
     def step_us(self) -> int | None:
         """The usual time of a step, without waits; ``None`` if it passed too few."""
-        if not self.waits or not self.progress:
+        if not self.timed_steps:
             return None
-        steps = self.progress[-1].step - self.trainer_started.step - 1
-        if steps <= 0:
-            return None
-        return max(0, self.sampled_at - self.waits[0][0] - self.waits[-1][1]) // steps
+        return self.worked_us // self.timed_steps
 
     @property
     def sampled_at(self) -> int:
