@@ -77,7 +77,7 @@ def measure(size_gb: float, device: str) -> Iterator[Line]:
         levels.append("local")
     for level in levels:
         job = {"level": level, "rounds": 1, "ranks": 1, "methods": ["lazysnap"], "touched": int(1.5 * size_gb * 1e9)}
-        for line in call("restarts.rounds", {**shared, **job}):
+        for line in call("restore_methods.rounds", {**shared, **job}):
             yield {**line, "size_gb": size_gb}
 
 
