@@ -61,7 +61,7 @@ def made_up():
     made = {}
     for method, blocked_s in found.items():
         figures = dict.fromkeys(NOTHING, 1e3 * blocked_s)
-        made[method] = {"method": method, "base_step_ms": 1e3, "state_mb": 1e3, "peak_mb": 1e3, **figures}
+        made[method] = {"method": method, "plain_step_ms": 1e3, "state_mb": 1e3, "peak_mb": 1e3, **figures}
     for method in ("lazysnap-memory", "lazysnap-disk"):
         made[method] |= {"raw_populate_ms": 1.5e3, "slots_mb": 2e3, "peak_mb": 3e3}
     made["lazysnap-disk"] |= {"durable_s": [0.55, 0.55], "idle_s": [0.55]}
@@ -126,10 +126,10 @@ def test_who_comes_first_in_a_round_has_no_advantage():
 
 
 def test_figures_of_two_checkouts_are_paired_by_what_they_are_of():
-    line = {"measure": "stall", "method": "none", "base_step_ms": 1.0, "durable_s": [1.0, 2.0], "lost_ms": None}
+    line = {"measure": "stall", "method": "none", "plain_step_ms": 1.0, "durable_s": [1.0, 2.0], "lost_ms": None}
     counted = {"measure": "counted", "kind": "ddp", "ranks": 2, "collectives_close": 0}
     assert compare.figures([line, line, counted, {"measure": "machine", "cores": 2}]) == {
-        ("stall none", "base_step_ms"): [1.0, 1.0],
+        ("stall none", "plain_step_ms"): [1.0, 1.0],
         ("stall none", "durable_s"): [1.0, 2.0, 1.0, 2.0],
         ("counted ddp 2", "collectives_close"): [0],
     }

@@ -197,7 +197,9 @@ COMMANDS = {
         "advise:run",
         (
             _ANY_URL,
-            _argument("--params", type=parse_params, metavar="N", help="parameters of a training to plan: 7b, 350m"),
+            _argument(
+                "--params", type=parse_params, metavar="N", help="of a model whose memory is estimated: 7b, 350m"
+            ),
             _argument(
                 "--bytes-per-param", type=float, default=12.0, metavar="N", help="12: AdamW in fp32 (default); 4: SGD"
             ),
@@ -216,7 +218,7 @@ COMMANDS = {
         ),
         "lazysnap advise --params 7b --nodes 2 --ranks 16 --step-time 0.8s --persist 30s --mtbf 3h",
         "With a URL it uses the times of its newest run, unless options give them. With --params it also estimates "
-        "the memory of a planned training.",
+        "the memory that a model of that size needs.",
     ),
     "doctor": Command(
         "check this node and a level before a training",
