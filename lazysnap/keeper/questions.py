@@ -96,8 +96,8 @@ class RankState(Struct, frozen=True):
     """One rank of the node."""
 
     rank: int
-    phase: str
-    """Presence of its trainer: see ``core.ranks``."""
+    is_training: bool
+    """True if its trainer lives, as far as is known."""
     pid: int
     """The process that trains it, or the last one."""
     since_s: float
@@ -147,7 +147,6 @@ class NodeState(Struct, frozen=True):
     run_id: str
     node: int
     nodes: int
-    every_n_steps: int
     common_step: int | None
     """The newest step that all ranks of the node hold whole."""
     protected: int | None
