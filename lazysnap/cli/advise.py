@@ -14,9 +14,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap import events
-from lazysnap.cli.history import GOODBYE, Start, levels_of, microseconds, starts_of
-from lazysnap.cli.inspecting import open_existing
+from lazysnap.cli.history import GOODBYE, Start, levels_of, microseconds, read_run, starts_of
 from lazysnap.cli.output import Output, count_of, percent, seconds_text
 from lazysnap.config import PersistentLevel, SnapshotConfig, redundancy_for
 from lazysnap.console import duration
@@ -99,20 +97,15 @@ class TrainingFigures:
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Advise. Blocks: reads the file of events. Raises: ConfigError; LevelError."""
+    """Advise. Blocks: reads the file of events. Raises: ConfigError; LevelError; SnapshotNotFound."""
     if args.url is None and args.params is None:
         raise ConfigError(
             "name the directory of a run (lazysnap advise runs/a), or describe a training (lazysnap advise --params 7b)"
         )
     measured = None
     if args.url is not None:
-        if args.params is None:
-            open_existing(args.url, args.storage_option)
-        measured = measure(events.read(args.url, dict(args.storage_option) or None))
-        if measured is None:
-            output.say(f"{args.url}: there is no file of events: no training stored snapshots directly in there")
-            if args.params is None:
-                return output.result(ok=False, too_young=["no events"])
+        _, files = read_run([args.url], args.storage_option, None)
+        measured = measure(files)
     facts = _with_arguments(measured or TrainingFigures(), args)
     advice = advise(facts)
     missing = _missing(measured, facts)
@@ -181,11 +174,8 @@ def _missing(measured: TrainingFigures | None, facts: TrainingFigures) -> list[s
 # ---------------------------------------------------------------- what a run measured
 
 
-def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
-    """Return the figures of the newest run; ``None``, if there is none. Pure."""
-    if not files:
-        return None
-    files = [file for file in files if file.run_id == files[-1].run_id]
+def measure(files: Sequence[EventFile]) -> TrainingFigures:
+    """Return the figures of a run. Pure."""
     starts = starts_of(files)
     if not starts:
         return TrainingFigures(files[0].run_id)
@@ -367,22 +357,24 @@ def _show(measured: TrainingFigures | None, facts: TrainingFigures, advice: dict
         output.line(f"a failure every {duration(facts.mtbf_s)}; a restart takes {duration(facts.restart_s)}")
     if advice["overhead"] is not None:
         output.line(f"captures take {percent(advice['overhead'], 2)} of the time of training")
+    if facts.step_s is None and not facts.persist:
+        return
     output.line("")
-    rows = [_cells(place, row, facts) for place, row in advice["snapshots"].items()]
+    rows = [_cells(source, row, facts) for source, row in advice["snapshots"].items()]
     output.show(output.table("", "snapshots in<", "every>", "steps>", "lost per failure>", "goodput>", rows=rows))
     output.line("")
 
 
-def _cells(place: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterable[str]:
+def _cells(source: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterable[str]:
     steps = ""
     if row["every_n_steps"] is not None:
         steps = f"{row['every_n_steps']:,}"
-        if place == MEMORY and facts.every not in (None, row["every_n_steps"]):
+        if source == MEMORY and facts.every not in (None, row["every_n_steps"]):
             steps += f" (now {facts.every})"
     share = ""
     if row["goodput"] is not None:
         share = percent(row["goodput"], 2)
-    return place, seconds_text(row["every_s"]), steps, seconds_text(row["lost_s"]), share
+    return source, seconds_text(row["every_s"]), steps, seconds_text(row["lost_s"]), share
 
 
 def _texts_of_sizes(sizes: dict[str, Any], facts: TrainingFigures) -> Iterator[str]:

@@ -20,7 +20,7 @@ from lazysnap.levels.redaction import Redaction
 
 logger = logging.getLogger(__name__)
 
-_EXIT_CODES = "Exit codes: 0 good, 1 something bad was found, 2 could not look or bad usage, 130 interrupted."
+_EXIT_CODES = "Exit codes: 0 good, 1 something bad was found, 2 failed or bad usage, 130 interrupted."
 
 
 # ---------------------------------------------------------------- the table
@@ -78,7 +78,7 @@ COMMANDS = {
         "inspecting:list_snapshots",
         (_URL, _RUN, _STORAGE_OPTION),
         "lazysnap ls runs/lazysnap",
-        "Lists steps, states, names and runs; of all runs, or of --run. Reads no tensors.",
+        "Lists all runs, or --run. Reads no tensors.",
     ),
     "show": Command(
         "show the contents of a snapshot, without reading its data",
@@ -103,7 +103,7 @@ COMMANDS = {
             _STORAGE_OPTION,
         ),
         "lazysnap verify s3://bucket/run --step 4000",
-        "Of all runs, or of --run. Exit code 1 if anything is damaged, or there are no snapshots.",
+        "Verifies all runs, or --run. Exit code 1 if anything is damaged, or there are no snapshots.",
     ),
     "prune": Command(
         "delete old snapshots, and files of dead writers",
@@ -119,8 +119,8 @@ COMMANDS = {
             _STORAGE_OPTION,
         ),
         "lazysnap prune runs/lazysnap --keep-last 3 --dry-run",
-        "Shows what it would delete and asks. Without --keep-last it deletes only files of dead writers. Of "
-        "all runs, or of --run. Named snapshots and the newest complete one of each run always stay.",
+        "Prunes all runs, or --run. Shows what it would delete and asks. Without --keep-last it deletes only files "
+        "of dead writers. Named snapshots and the newest complete one of each run always stay.",
     ),
     "copy": Command(
         "copy snapshots to another directory or URL, verified",
@@ -134,7 +134,7 @@ COMMANDS = {
             Argument("--to-option", help="as --storage-option, only for the level to copy to", **_KEY_VALUE),
         ),
         "lazysnap copy runs/lazysnap s3://bucket/run --step latest",
-        "Copies complete snapshots, the newest first, of all runs or of --run. Valid existing copies are not "
+        "Copies all runs, or --run: complete snapshots, the newest first. Valid existing copies are not "
         "copied again. With --to-option, --storage-option is only for the first URL.",
     ),
     "export": Command(
@@ -186,7 +186,7 @@ COMMANDS = {
             _STORAGE_OPTION,
         ),
         "lazysnap report runs/lazysnap --html report.html",
-        "Of the newest run, or of --run.",
+        "Shows the newest run, or --run.",
     ),
     "advise": Command(
         "compute how often to capture and store, memory, goodput",
@@ -203,7 +203,7 @@ COMMANDS = {
                 "--sharding",
                 choices=("ddp", "fsdp"),
                 default="ddp",
-                help="each rank has the whole state, or a part (ddp)",
+                help="ddp: each rank has the whole state (default); fsdp: a part",
             ),
             Argument("--step-time", type=parse_time, metavar="TIME", help="time of a step: 0.4s"),
             Argument("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s"),
@@ -233,7 +233,7 @@ COMMANDS = {
             Argument("--seed", type=int, default=1603, help="determines the times of the faults (1603)"),
             Argument("--result", metavar="GLOB", help="files to compare, besides the numbers that it prints"),
             Argument("--may-lose", type=int, metavar="N", help="steps that may be trained again (default: any number)"),
-            Argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed + 60)"),
+            Argument("--deadline", type=float, metavar="SECONDS", help="of a disturbed run (5 times one without + 60)"),
             _WORDS,
         ),
         "lazysnap chaos -- python train.py",
@@ -249,7 +249,7 @@ COMMANDS = {
         "lazysnap run -- python train.py",
     ),
     "worker": Command(
-        "the same for a worker of torchrun",
+        "start a worker of torchrun quickly after a crash",
         "commands:run_worker",
         (_WORDS,),
         "torchrun --no-python --max-restarts 10 lazysnap worker -- python train.py",
@@ -302,7 +302,7 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command. Return its exit code: 0 good, 1 something bad was found, 2 could not look, 130 interrupted.
+    """Run one command. Return its exit code: 0 good, 1 something bad was found, 2 failed, 130 interrupted.
 
     Blocks. Raises: SystemExit, for arguments that argparse refuses (code 2), ``--help`` and ``--version``.
     """

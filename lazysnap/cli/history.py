@@ -1,15 +1,19 @@
-"""The starts and levels of a run, read from its event files. Pure; all reports use them.
+"""The starts and levels of a run, read from its event files. All reports use them. Pure, except ``read_run``.
 
 Times are whole microseconds of Unix time, so that sums are exact.
 """
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import attrgetter, itemgetter
 from statistics import median
+from typing import Any
 
+from lazysnap.cli.inspecting import open_existing
+from lazysnap.errors import SnapshotNotFound
 from lazysnap.events import (
     Event,
     EventFile,
@@ -19,6 +23,7 @@ from lazysnap.events import (
     Stored,
     TrainerEnded,
     TrainerStarted,
+    read,
 )
 
 GOODBYE = "goodbye"
@@ -26,6 +31,36 @@ UNSEEN = "lost with its keeper"
 
 Marks = list[tuple[int, int]]
 """Times, and a value at each: neither ever decreases."""
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_run(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | None) -> tuple[str, list[EventFile]]:
+    """Return a run, by default the newest, and its files of all nodes. Blocks. Raises: LevelError, SnapshotNotFound."""
+    files_of: dict[str, dict[int, EventFile]] = defaultdict(dict)
+    """The newest file of each node, by run."""
+    for url in urls:
+        open_existing(url, options)
+        for file in read(url, dict(options)):
+            of_nodes = files_of[file.run_id]
+            if file.node not in of_nodes or of_nodes[file.node].events[-1].t < file.events[-1].t:
+                of_nodes[file.node] = file
+    runs = sorted(files_of)
+    if run is None:
+        matching = runs[-1:]
+        fault = "no events of a training"
+    else:
+        matching = [run_id for run_id in runs if run_id.startswith(run.lower())]
+        fault = f"events of {len(matching)} runs begin with {run!r}"
+    if len(matching) != 1:
+        advice = "name the first level of a job, the directory that holds its snapshots (step-…)"
+        if runs:
+            advice = f"the runs there: {', '.join(runs)}"
+        raise SnapshotNotFound(f"{' and '.join(urls)}: {fault}; {advice}")
+    run_id = matching[0]
+    by_node = sorted(files_of[run_id].items())
+    return run_id, [file for _, file in by_node]
 
 
 # ---------------------------------------------------------------- marks

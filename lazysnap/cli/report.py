@@ -6,7 +6,6 @@ The keys of ``--json`` (docs/cli.md) are the complete set of figures: the screen
 import argparse
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -15,13 +14,12 @@ from typing import Any
 from rich.filesize import decimal
 
 from lazysnap.cli.goodput import CLASSES, Account, Interruption, account
-from lazysnap.cli.history import GOODBYE, UNSEEN, LevelUse, levels_of, value_at
-from lazysnap.cli.inspecting import open_existing
+from lazysnap.cli.history import GOODBYE, UNSEEN, LevelUse, levels_of, read_run, value_at
 from lazysnap.cli.output import Output, count_of, percent, when
 from lazysnap.cli.survival import OTHER_NODES, source_text
 from lazysnap.console import duration
-from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
-from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted, read
+from lazysnap.errors import ConfigError, LevelError
+from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted
 from lazysnap.resolver import MEMORY
 
 _BINS = 120
@@ -43,7 +41,7 @@ LABELS = {
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show the report. Blocks: reads one small file for each node. Raises: LevelError, SnapshotNotFound."""
-    run_id, files = load(args.urls, args.storage_option, args.run)
+    run_id, files = read_run(args.urls, args.storage_option, args.run)
     result = account(files)
     if result is None:
         raise LevelError(f"{' and '.join(args.urls)}: run {run_id} has events, but no training named itself yet")
@@ -66,33 +64,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
         for line in notes(figures):
             output.line(line, "yellow")
     return output.result(**figures)
-
-
-def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | None) -> tuple[str, list[EventFile]]:
-    """Return a run, by default the newest, and its files of all nodes. Blocks. Raises: LevelError, SnapshotNotFound."""
-    files_of: dict[str, dict[int, EventFile]] = defaultdict(dict)
-    """The newest file of each node, by run."""
-    for url in urls:
-        open_existing(url, options)
-        for file in read(url, dict(options)):
-            of_nodes = files_of[file.run_id]
-            if file.node not in of_nodes or of_nodes[file.node].events[-1].t < file.events[-1].t:
-                of_nodes[file.node] = file
-    runs = sorted(files_of)
-    if run is None:
-        matching = runs[-1:]
-        fault = "no events"
-    else:
-        matching = [run_id for run_id in runs if run_id.startswith(run.lower())]
-        fault = f"events of {len(matching)} runs begin with {run!r}"
-    if len(matching) != 1:
-        known_runs = "no training stored snapshots directly in there"
-        if runs:
-            known_runs = f"the runs there: {', '.join(runs)}"
-        raise SnapshotNotFound(f"{' and '.join(urls)}: {fault}; {known_runs}. Events are in the first level of a job")
-    run_id = matching[0]
-    by_node = sorted(files_of[run_id].items())
-    return run_id, [file for _, file in by_node]
 
 
 def write_file(path: str, text: str) -> None:

@@ -263,7 +263,7 @@ class Catalogue:
         if steps:
             message += f"; complete are the steps {_newest(sorted(steps))}"
         else:
-            message += "; there is none that is complete"
+            message += "; no snapshot there is complete"
         raise SnapshotNotFound("\n".join([message, *self.problems, *self.incomplete]))
 
     def run_of(self, digits: str) -> str:

@@ -145,10 +145,16 @@ def test_a_run_that_is_too_young_to_say_is_told_so(capsys, tmp_path):
     assert told["snapshots"]["/level"]["lost_s"] > 60
 
 
-def test_a_level_without_events_is_told_so(capsys, tmp_path):
-    code, told = run_json(capsys, "advise", str(tmp_path))
-    assert (code, told["ok"]) == (1, False)
-    assert run("advise", str(tmp_path)) == 1
-    assert "no file of events" in capsys.readouterr().err
-    assert run("advise", str(tmp_path / "misspelt")) == 2
+@pytest.mark.parametrize("command", ["advise", "report"])
+def test_a_level_without_events_is_an_error_that_says_what_to_name(capsys, tmp_path, command):
+    assert run(command, str(tmp_path)) == 2
+    assert "name the first level of a job" in capsys.readouterr().err
+    assert run(command, str(tmp_path / "misspelt")) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_of_a_model_alone_no_empty_table_is_shown(capsys):
+    assert run("advise", "--params", "7b") == 0
+    assert "lost per failure" not in capsys.readouterr().out
+    assert run("advise", "--params", "7b", "--persist", "30s") == 0
+    assert "lost per failure" in capsys.readouterr().out
