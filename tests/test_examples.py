@@ -16,7 +16,6 @@ from support.newest import PROVES
 from support.programs import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
-TINY = ["--size", "tiny", "--batch-size", "4"]
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def run(zygote, tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_lightning_example_trains_and_its_loss_falls(run, tmp_path):
-    output = run("lightning_gpt.py", *TINY, "--max-steps", "60", "--dirpath", str(tmp_path), job_id=f"ex-{tmp_path}")
+    output = run("lightning_gpt.py", "--max-steps", "60", "--dirpath", str(tmp_path), job_id=f"ex-{tmp_path}")
     losses = [float(loss) for loss in re.findall(r"^step \d+ loss ([\d.]+)$", output, flags=re.M)]
     assert len(losses) == 60
     assert losses[-1] < losses[0] - 0.2
