@@ -54,6 +54,7 @@ class TrainerStarted(Event, frozen=True, kw_only=True, tag="start"):
     """The step after which it continues; 0: the beginning."""
     world_size: Count
     every_n_steps: Count
+    """Steps between captures."""
     began: Time
     """Unix time of the start of its process; ``t`` if its earlier lines were in a deleted file."""
     source: str | None = None
@@ -67,8 +68,6 @@ class Progress(Event, frozen=True, kw_only=True, tag="progress"):
     start: str
     step: Count
     """Its newest boundary."""
-    every: Count
-    """The current number of steps between captures."""
     waited_s: Seconds
     """The seconds that training waited for captures in all, in this start, when the newest capture began."""
     captured: Count

@@ -200,7 +200,7 @@ def measure(files: Sequence[EventFile]) -> TrainingFigures:
         nodes=nodes,
         ranks=starts[-1].trainer_started.world_size,
         timed_steps=timed_steps,
-        every=starts[-1].every,
+        every=starts[-1].trainer_started.every_n_steps,
         step_s=step_s,
         stall_s=stall_s,
         copy_s=_median(copies_s),
@@ -222,7 +222,7 @@ def _times_of_steps(starts: Sequence[Start]) -> tuple[int, float | None, float]:
             timed_steps += start.timed_steps
             waited_us += start.waits[-1][1]
             worked_us += start.worked_us
-            captures += start.timed_steps / max(1, start.every)
+            captures += start.timed_steps / max(1, start.trainer_started.every_n_steps)
     if timed_steps < _LEAST_STEPS:
         return timed_steps, None, 0.0
     stall_s = 0.0

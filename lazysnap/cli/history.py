@@ -126,11 +126,6 @@ class Start:
     """The step up to which its work counts; later steps were trained again."""
 
     @property
-    def every(self) -> int:
-        """Steps between captures, the last value."""
-        return self.progress[-1].every if self.progress else self.trainer_started.every_n_steps
-
-    @property
     def reached(self) -> int:
         """The last step that it passed."""
         return self.marks[-1][1]

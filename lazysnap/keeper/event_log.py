@@ -386,7 +386,7 @@ def _progress_of(rank: Rank, trainer: _Trainer, slots: NodeSlots, now: float) ->
     views = _views_of(rank, trainer.start)
     step = reached_step(views)
     state = rank.state
-    if step is None or state is None or state.job is None:
+    if step is None or state is None:
         return None
     captured_step = -1
     taken_ns = 0
@@ -403,7 +403,6 @@ def _progress_of(rank: Rank, trainer: _Trainer, slots: NodeSlots, now: float) ->
         rank=trainer.rank,
         start=_text_of(trainer.start),
         step=step,
-        every=state.job.capture_every_n_steps,
         waited_s=state.waited_s,
         captured=captured_step,
         taken=taken_ns / 1e9,

@@ -116,7 +116,6 @@ class History:
                 rank=0,
                 start=name,
                 step=step,
-                every=1,
                 waited_s=waited,
                 captured=step,
                 taken=self.now,

@@ -97,7 +97,7 @@ class Journal:
             waited += stall_s * is_due
             self.now += step_s + stall_s * is_due
             taken = {"captured": step // every * every, "taken": self.now, "copy_s": 0.5}
-            self.add(events.Progress, **of, step=step, every=every, waited_s=waited, **taken)
+            self.add(events.Progress, **of, step=step, waited_s=waited, **taken)
         self.add(events.Stored, level="/level", step=last, bytes=10**9, seconds=20.0)
         self.add(events.TrainerEnded, **of, step=last, how="died")
 

@@ -176,7 +176,7 @@ ranks, steps, starts = st.integers(0, 1), st.integers(0, 50), st.sampled_from("a
 VALUES = {
     **dict.fromkeys(("t", "began", "waited_s", "taken", "copy_s"), times),
     **dict.fromkeys(("rank", "nodes"), ranks),
-    **dict.fromkeys(("step", "world_size", "every_n_steps", "every", "captured"), steps),
+    **dict.fromkeys(("step", "world_size", "every_n_steps", "captured"), steps),
     "start": starts,
     "source": st.none(),
     "level": st.just(LEVEL),

@@ -90,9 +90,7 @@ def test_of_a_run_whose_beginning_was_rotated_away_the_report_covers_what_is_the
     of = {"rank": 0, "start": "0123456789abcdef"}
     began = TrainerStarted(t=BEGAN, **of, step=500, world_size=1, every_n_steps=1, began=BEGAN)
     lines = [
-        Progress(
-            t=BEGAN + n, **of, step=500 + n, every=1, waited_s=900.0, captured=500 + n, taken=BEGAN + n, copy_s=0.1
-        )
+        Progress(t=BEGAN + n, **of, step=500 + n, waited_s=900.0, captured=500 + n, taken=BEGAN + n, copy_s=0.1)
         for n in range(10, 100)
     ]
     ended = TrainerEnded(t=BEGAN + 99.5, **of, step=599, how="goodbye")

@@ -245,7 +245,7 @@ def test_a_name_of_a_file_is_read_as_it_is_written():
 
 def progress(t, rank):
     times = {"waited_s": 0.0, "taken": 0.0, "copy_s": 0.0}
-    return events.Progress(t=float(t), rank=rank, start=START, step=t, every=1, captured=t, **times)
+    return events.Progress(t=float(t), rank=rank, start=START, step=t, captured=t, **times)
 
 
 def stored(step):
