@@ -304,7 +304,7 @@ def _untrained(resumed: Resumed, end: EndFacts) -> list[str]:
     if end.is_finished:
         line = f"step {resumed.step}, which was resumed, is the last step of this training"
     else:
-        line = f"this start passed no step boundary after step {resumed.step}, which was resumed"
+        line = f"no step was trained after step {resumed.step}, which was resumed"
     if resumed.in_memory and not resumed.only_in_memory and end.ending is EndKind.LINGERING:
         line += f"; {_fate(end)}"
     return [line]
