@@ -128,7 +128,7 @@ class LevelFacts(Struct, frozen=True):
     complete_ns: int | None
     """Unix time when that became complete, if this keeper observed it."""
     bytes_per_s: float | None
-    """The rate of the last write."""
+    """The rate of the last write, with its reading back."""
     storing: int | None
     """The step that is being stored."""
     moved_bytes: int
