@@ -39,6 +39,11 @@ def means_snapshot(which: object) -> bool:
     return isinstance(which, str) and (which == LATEST or (which.startswith(RUN) and bool(Choice.of(which))))
 
 
+def short_id(run_id: str) -> str:
+    """Return the digits of a run id in messages. Commands accept the first digits of an id."""
+    return run_id[:_LEAST_DIGITS]
+
+
 def short_ids(run_ids: Iterable[str]) -> dict[str, str]:
     """Return the short id of each run: the first digits, all of one length."""
     ids = set(run_ids)

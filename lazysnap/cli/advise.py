@@ -23,6 +23,7 @@ from lazysnap.events import EventFile, KeeperStarted
 from lazysnap.memory.slot_choice import kept_whole, slots_needed
 from lazysnap.parity.groups import groups_of
 from lazysnap.resolver import MEMORY
+from lazysnap.runs import short_id
 
 BUDGET = 0.01
 """Maximum share of the time of training for captures."""
@@ -352,7 +353,7 @@ def estimate(state_bytes: float, is_sharded: bool, facts: TrainingFigures) -> di
 def _show(measured: TrainingFigures | None, facts: TrainingFigures, advice: dict[str, Any], output: Output) -> None:
     if measured is not None:
         ranks = count_of(measured.ranks, "rank")
-        output.line(f"run {measured.run_id[:8]}, {ranks}: {count_of(measured.timed_steps, 'step')} timed", "bold")
+        output.line(f"run {short_id(measured.run_id)}, {ranks}: {count_of(measured.timed_steps, 'step')} timed", "bold")
     if facts.mtbf_s is not None:
         output.line(f"a failure every {duration(facts.mtbf_s)}; a restart takes {duration(facts.restart_s)}")
     if advice["overhead"] is not None:

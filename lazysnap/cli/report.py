@@ -21,6 +21,7 @@ from lazysnap.console import duration
 from lazysnap.errors import ConfigError, LevelError
 from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted
 from lazysnap.resolver import MEMORY
+from lazysnap.runs import short_id
 
 _BINS = 120
 _BAR_WIDTH = 32
@@ -232,7 +233,7 @@ def heading(figures: dict[str, Any]) -> Iterator[str]:
         f"{count_of(len(figures['starts']), 'start')}, {count_of(figures['world_size'], 'rank')}, "
         f"{count_of(len(figures['nodes']), 'node')}, step {figures['step']} reached"
     )
-    yield f"run {figures['run_id'][:8]} at {' and '.join(figures['url'])}: {counts}"
+    yield f"run {short_id(figures['run_id'])} at {' and '.join(figures['url'])}: {counts}"
     began = when(int(figures["began"] * 1e9))
     ended = when(int(figures["ended"] * 1e9))
     wall = length(figures["wall_s"])

@@ -24,6 +24,7 @@ from lazysnap.console import duration
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.questions import LevelFacts, NodeState, RankState
 from lazysnap.resolver import MEMORY
+from lazysnap.runs import short_id
 
 _ANSWER_S = 2.0
 
@@ -255,7 +256,7 @@ def _job(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
         where = ""
         if job["nodes"] > 1:
             where = f"node {job['node']} of {job['nodes']}, "
-        yield output.cell(f"run {job['run_id'][:8]}, {where}keeper {job['keeper']}")
+        yield output.cell(f"run {short_id(job['run_id'])}, {where}keeper {job['keeper']}")
         yield output.cell(_life(job["ranks"]))
     elif job["answers"]:
         yield output.cell(f"keeper {job['keeper']} waits for a training to begin")

@@ -11,9 +11,8 @@ from lazysnap.console import duration
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
 from lazysnap.resolver import MEMORY, PARITY
 from lazysnap.restore.snapshot import Absence, Snapshot
+from lazysnap.runs import short_id
 
-RUN_DIGITS = 8
-"""Digits of a run id in messages. Commands accept the first digits of an id."""
 _MOST_STEPS = 5
 _LONGEST_TEXT = 200
 """Shown characters of an exception's message."""
@@ -162,7 +161,7 @@ def from_checkpoint(path: str) -> str:
 
 
 def _run(snapshot: Snapshot) -> str:
-    return snapshot.run or snapshot.run_id[:RUN_DIGITS]
+    return snapshot.run or short_id(snapshot.run_id)
 
 
 def source_of(snapshot: Snapshot) -> str:
