@@ -4,7 +4,7 @@
 #   make test    the quick tier of the tests: two minutes, on two busy cores
 #   make test-all  lint, types, import layers, all tests
 #   make bench   what a snapshot stalls and costs (BENCH="--params 100m --threads 2" for the large one)
-#   make levels  rates of memory, disk, NFS and S3 beside their raw limits, losses at a sudden death (LEVELS="--size-mb 64")
+#   make levels  rates of memory, disk, NFS and S3 beside their raw limits (LEVELS="--size-mb 64")
 #   make restore seconds from the start of a process to its first step, beside Lightning and DCP (RESTORE="--size 30m")
 #   make scale   cost with several ranks, counted with 2, 4 and 8 (SCALE="--counted 2")
 #   make gpu     on a machine with CUDA: tests/gpu, blocked time, rates, restores; in the environment of PYTHON=… (GPU="--sizes-gb 1")

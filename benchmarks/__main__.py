@@ -1,6 +1,6 @@
 """Measure lazysnap.
 
-    python -m benchmarks stall | levels | restore | restart | data | parity | scale | gpu [options]
+    python -m benchmarks stall | levels | restore | restart | parity | scale | gpu [options]
     python -m benchmarks compare --against a39cbad [stall [options]]
 
 Lines of JSON and tables are written to ``--out``. How each measures, and figures: docs/benchmarks.md.
@@ -21,7 +21,6 @@ NAMES = [
     "levels",
     "restore",
     "restart",
-    "data",
     "parity",
     "scale",
     "gpu",

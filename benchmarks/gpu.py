@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, report: Report) -> str | None:
             report.take(f"{size_gb:g} GB", functools.partial(measure, size_gb, args.device))
     for line in report.of("stall"):
         rate = line["state_mb"] / 1e3 / report.find(measure="stall", method=line["method"])["idle_s"]
-        slower = 1 + line["lost_ms"] / line["base_step_ms"]
+        slower = 1 + line["lost_ms"] / line["plain_step_ms"]
         report.target(f"{line['method']}: blocked", "<= {} ms", 2, line["blocked_ms"])
         report.target(f"{line['method']}: capture", ">= {} of the raw rate", 0.9, rate / line["raw_down_gb_per_s"])
         report.target(f"{line['method']}: a step with a capture", "<= {} of one without", 1.01, slower)
@@ -69,7 +69,7 @@ def measure(size_gb: float, device: str) -> Iterator[Line]:
     if device == "cuda":
         batch = 8
     shared = {"size": (layers, width // 64, width, 256, 512), "device": device, "batch": batch}
-    job = {"method": "lazysnap-memory", "threads": os.cpu_count(), "base": 10, "snapshots": 3, "every": 8}
+    job = {"method": "lazysnap-memory", "threads": os.cpu_count(), "plain": 10, "snapshots": 3, "every": 8}
     for line in call("gpu.captures", {**shared, **job}):
         yield {**line, "method": f"{line['method']}, {size_gb:g} GB", "size_gb": size_gb}
     levels = ["memory"]
@@ -77,7 +77,7 @@ def measure(size_gb: float, device: str) -> Iterator[Line]:
         levels.append("local")
     for level in levels:
         job = {"level": level, "rounds": 1, "ranks": 1, "methods": ["lazysnap"], "touched": int(1.5 * size_gb * 1e9)}
-        for line in call("restarts.rounds", {**shared, **job}):
+        for line in call("restore_methods.rounds", {**shared, **job}):
             yield {**line, "size_gb": size_gb}
 
 

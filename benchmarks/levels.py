@@ -1,4 +1,4 @@
-"""How fast are the levels beside their media, and what is lost when everything dies?"""
+"""How fast are the levels beside their media?"""
 
 import argparse
 import functools
@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import statistics
-import subprocess
 import time
 import uuid
 from collections import defaultdict
@@ -19,46 +18,26 @@ from urllib.parse import urlsplit
 from benchmarks.places import LEVELS, each
 from benchmarks.raw import BLOCK, KEEP_HEAP, BufferedFile, Copies, DirectFile, S3Client, timed, warm
 from benchmarks.report import Report
-from benchmarks.workers import (
-    DEADLINE_S,
-    MARKER,
-    Line,
-    by_event,
-    call,
-    columns,
-    cpu_s,
-    lines_of,
-    processes,
-    start,
-    tell,
-)
+from benchmarks.workers import MARKER, Line, cpu_s
 
 ASKED = 0.85
 """Of the raw limit, for shards of 1 GiB."""
 OURS = "lazysnap"
 READ_BACK = ("local", "nfs")
 """Levels whose files are read back after their commit. The raw side does the same: its rate is that of both."""
-STEP_S = 0.1
-KILL_AT = 60
-"""When the training is killed, in steps of ``STEP_S``."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--levels", nargs="+", choices=LEVELS, default=list(LEVELS))
     parser.add_argument("--size-mb", type=int, default=1024, help="of a state in MiB; memory: seven times as much")
-    parser.add_argument("--rounds", type=int, default=6, help="that count; one more goes ahead; 0: losses only")
-    parser.add_argument("--train-mb", type=float, default=100.0, help="state of the training that is killed, in MB")
-    parser.add_argument("--repeats", type=int, default=3, help="deaths per level; 0: rates only")
+    parser.add_argument("--rounds", type=int, default=6, help="that count; one more goes ahead")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     size = args.size_mb << 20
     for place in each(args.levels, size, report):
-        if args.rounds:
-            environment = {**KEEP_HEAP, "OMP_NUM_THREADS": "1", MARKER: uuid.uuid4().hex}
-            place.measure(report, "levels.rates", {"size": size, "rounds": args.rounds}, **environment)
-        if args.repeats:
-            place.measure(report, "levels.losses", {"mb": args.train_mb, "repeats": args.repeats})
+        environment = {**KEEP_HEAP, "OMP_NUM_THREADS": "1", MARKER: uuid.uuid4().hex}
+        place.measure(report, "levels.rates", {"size": size, "rounds": args.rounds}, **environment)
     for level, direction in itertools.product(args.levels, ("write", "read")):
         text = f"{level}: {direction} rate of {args.size_mb} MiB, against the raw limit"
         shares = []
@@ -85,7 +64,7 @@ def _in_pairs(seconds: list[float]) -> list[float]:
     return list(map(sum, zip(seconds[::2], seconds[1::2], strict=False))) or seconds
 
 
-# ------------------------------------------------------------------------------------------------ rates, in a worker
+# ------------------------------------------------------------------------------------------------ in a worker
 
 
 class Engine:
@@ -207,120 +186,3 @@ def _alternate(sides: dict[str, Any], direction: str, job: Line) -> Iterator[Lin
             line[f"{label}_mb_per_s"] = [job["size"] / 1e6 / taken_s for taken_s in seconds[name]]
             line[f"{label}_cpu_s_per_gb"] = statistics.median(busy_s[name]) * 1e9 / job["size"]
         yield {**line, "of_raw": ratio(seconds[OURS], seconds[raw])}
-
-
-# ------------------------------------------------------------------------------------------------ losses, in a worker
-
-
-def train(job: Line) -> None:
-    """The training that is killed, or its restart, which ends after its first step. Says what happens as it happens."""
-    import torch
-
-    from benchmarks.training import engine_of, layers, ready
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model = layers(job["mb"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tell(job, "imported")
-    engine = engine_of(job, {"model": model, "optimizer": optimizer}, keep_last=2)
-    started = time.perf_counter()
-    snapshot = engine.restore("latest")
-    level = snapshot and snapshot.level
-    step = engine.step
-    tell(job, "restored", level=level, step=step, seconds=time.perf_counter() - started)
-    if not job["is_restart"]:
-        ready(engine)
-    for number in itertools.count(step + 1):
-        started = time.perf_counter()
-        model(torch.randn(8, model[0].in_features)).square().mean().backward()
-        # The rest of the step, as a device would compute it: this processor is free meanwhile.
-        time.sleep(max(0.0, STEP_S - (time.perf_counter() - started)))
-        optimizer.step()
-        optimizer.zero_grad()
-        counted = engine.statistics()
-        durable_step = max(counted.last_durable_step.values(), default=0)
-        tell(job, "trained", step=number, durable=durable_step, bytes=counted.shard_bytes)
-        engine.boundary(number)
-        if job["is_restart"]:
-            break
-    engine.close(drain=False)
-
-
-def losses(job: Line) -> Iterator[Line]:
-    """A worker: deaths and restarts. For ``memory`` the training alone dies, else with its keeper."""
-    deaths: list[Line] = []
-    for number in range(job["repeats"]):
-        training = {**job, "job_id": f"losses-{os.getpid()}-{number}", "url": f"{job['url']}/{number}"}
-        last = _killed(training, (number + 0.5) / job["repeats"])
-        events = by_event(call("levels.train", {**training, "is_restart": True}))
-        restored = events["restored"]
-        expected = training["url"]
-        if job["level"] == "memory":
-            expected = "memory"
-        if restored["level"] != expected:
-            raise RuntimeError(f"expected a restart from {expected}: {restored}")
-        deaths.append(
-            {
-                "state_mb": last["bytes"] / 1e6,
-                "killed_at": last["step"],
-                "resumed": restored["step"],
-                "steps_lost": last["step"] - restored["step"],
-                "restore_s": restored["seconds"],
-                "first_step_s": events["trained"]["at"],
-                "imports_s": events["imported"]["at"],
-            }
-        )
-    yield {"measure": "loss", "level": job["level"], **columns(deaths)}
-
-
-def _killed(job: Line, part: float) -> Line:
-    """Train until some step, and ``part`` of a step longer; then SIGKILL. The last step that was trained.
-
-    A level that is slow gets the time to commit twice, and some part of the time that it then takes once more. The
-    first commit comes late (the level is swept and tried out) and says nothing of those that follow.
-    """
-    run = uuid.uuid4().hex
-    is_memory = job["level"] == "memory"
-    process = start("levels.train", {**job, "is_restart": False}, **{MARKER: run})
-    try:
-        last = _train_until_death(process, is_memory=is_memory, part=part)
-        victims = []
-        if not is_memory:
-            victims = [victim for victim in processes(run) if victim.pid != process.pid]
-        time.sleep(part * STEP_S)  # the moment of the death within a step, not a wait for anything
-    finally:
-        process.kill()
-    for victim in victims:
-        victim.kill()
-    rest, _ = process.communicate(timeout=DEADLINE_S)
-    for line in lines_of(rest):
-        if line["event"] == "trained":
-            last = line
-    return last
-
-
-def _train_until_death(process: "subprocess.Popen[str]", *, is_memory: bool, part: float) -> Line:
-    """Wait until it is time to kill the training. The last step that was trained until then."""
-    assert process.stdout is not None
-    num_trained = 0
-    committed_at: dict[int, int] = {}
-    """The step at which a snapshot was known to be durable, by the step of the snapshot."""
-    for text in process.stdout:
-        for line in lines_of(text):
-            if line["event"] != "trained":
-                continue
-            num_trained += 1
-            if line["durable"]:
-                committed_at.setdefault(line["durable"], line["step"])
-            kill_at: float = KILL_AT
-            if not is_memory and len(committed_at) < 2:
-                kill_at = math.inf
-            elif not is_memory:
-                first, second, *_ = committed_at.values()
-                kill_at = max(kill_at, second + part * (second - first))
-            if num_trained > 10 * KILL_AT:
-                raise RuntimeError(f"{len(committed_at)} snapshots became durable in {num_trained} steps")
-            if num_trained >= kill_at:
-                return line
-    raise RuntimeError(f"the training died by itself: {process.communicate()[1][-500:]}")

@@ -18,8 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from benchmarks import SIZES
-from benchmarks.raw import KEEP_HEAP, memcpy_s, peak_memory, slot_bytes, timed, warm
+from benchmarks.raw import KEEP_HEAP, memcpy_s, slot_bytes, timed, warm
 from benchmarks.report import Report
 from benchmarks.workers import (
     DEADLINE_S,
@@ -41,16 +40,12 @@ WARM = 2
 """Rounds that do not count: memory for parity is new in them."""
 ASKED = 0.5
 """Of the lowest limit."""
-WARM_STEPS = 40
-STEPS = 100
-"""Of the training that is slowed down."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, nargs="*", default=[2, 3, 4, 8], help="in one group")
     parser.add_argument("--megabytes", type=int, default=200, help="of state per node")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--turns", type=int, default=3, help="of that training, with redundancy and without")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -58,9 +53,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
     for nodes in args.nodes:
         job = {"level": "memory", "nodes": nodes, "megabytes": args.megabytes, "rounds": args.rounds}
         report.take(f"{nodes} nodes", functools.partial(call, "parity.measure", job))
-    job = {"level": "memory", "size": SIZES["small"], "device": "cpu", "ranks": 2, "turns": args.turns}
-    if args.turns:
-        report.take("training", functools.partial(call, "parity.slowed", job))
     local = min([line["gb_per_s"] for line in report.of("limit")], default=math.nan)
     for line in [*report.of("encode"), *report.of("rebuild")]:
         shares = []
@@ -151,27 +143,6 @@ def phases(events: Line) -> Line:
         seconds[f"{name}_s"] = max(map(operator.sub, ended_at, began_at))
     seconds["step_s"] = max(columns(events["stepped"])["seconds"])
     return {**seconds, "total_s": sum(seconds.values())}
-
-
-def slowed(job: Line) -> Iterator[Line]:
-    """A worker: the same training with redundancy and without, by turns; a capture at every step."""
-    lines: dict[str, list[Line]] = {"auto": [], "none": []}
-    order = list(lines)
-    for _ in range(job["turns"]):
-        order.reverse()
-        for redundancy in order:
-            run = uuid.uuid4().hex
-            training = {**job, "redundancy": redundancy, "run": run, "job_id": run}
-            try:
-                with peak_memory(run, 0.2) as peak:
-                    first, *_ = call_each_rank("parity.train", training, job["ranks"], **{MARKER: run})
-            finally:
-                for process in processes(run):
-                    process.kill()
-            lines[redundancy].append({**first, "peak_mb_per_node": peak[0] / 1e6 / job["ranks"]})
-    for redundancy in lines:
-        facts = {"measure": "training", "redundancy": redundancy, "nodes": job["ranks"]}
-        yield {**facts, **columns(lines[redundancy])}
 
 
 # ------------------------------------------------------------------------------------------------ one node
@@ -327,37 +298,6 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
         ours |= {"s": time.perf_counter() - started, "cpu_s": _cpu_s(everyone) - cpu_before_s}
     dist.barrier()
     return {**ours, **bare(ours["bytes"] // (nodes - 1), range(nodes - 1, nodes))}
-
-
-def train(job: Line) -> Iterator[Line]:
-    """A worker: a rank that is a node, of a training that captures at every step."""
-    import torch.distributed as dist
-
-    from benchmarks.training import Training, config, die, ready
-    from lazysnap import SnapshotEngine
-
-    begin(job, f"node{os.environ['RANK']}")
-    training = Training(job)
-    redundancy = job["redundancy"]
-    if redundancy == "none":
-        redundancy = None
-    engine = SnapshotEngine(replace(config(job), redundancy=redundancy), training.objects())
-    for step in range(1, WARM_STEPS + STEPS + 1):
-        training.backward(step)
-        dist.barrier()  # as gradients do: no rank is more than a step ahead
-        training.update()
-        engine.boundary()
-        if step == 1:
-            ready(engine)
-        if step == WARM_STEPS:
-            dist.barrier()
-            started = time.perf_counter()
-            protected_before = engine.statistics().protected
-    seconds = time.perf_counter() - started
-    protected = engine.statistics().protected - protected_before
-    steps = {"step_ms": 1e3 * seconds / STEPS, "protected_of_100": 100 * protected / STEPS}
-    yield {"state_mb_per_node": training.state_bytes() / 1e6, **steps}
-    die()
 
 
 # ------------------------------------------------------------------------------------------------ bare sockets

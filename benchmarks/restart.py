@@ -35,7 +35,7 @@ def example(name: str, *words: str, ranks: int = 1) -> Program:
 
 
 TRAININGS = {
-    "lightning": example("lightning_gpt.py", "--size", "tiny", "--dirpath", "{directory}/level"),
+    "lightning": example("lightning_gpt.py", "--dirpath", "{directory}/level"),
     "transformers": example("hf_trainer.py", "--output-dir", "{directory}/level"),
     "ddp-2": example("ddp_loop.py", "--dirpath", "{directory}/level", ranks=2),
     "ddp-4": example("ddp_loop.py", "--dirpath", "{directory}/level", ranks=4),

@@ -32,7 +32,9 @@ def run(args: argparse.Namespace, report: Report) -> None:
     for place in each(args.levels, 2 * size, report):  # several processes in a guest
         for ranks in args.ranks:
             job = {"size": SIZES[args.size], "rounds": args.rounds, "ranks": ranks, "methods": args.methods}
-            place.measure(report, "restarts.rounds", {**job, "device": "cpu", "touched": TOUCHED * size // ranks})
+            place.measure(
+                report, "restore_methods.rounds", {**job, "device": "cpu", "touched": TOUCHED * size // ranks}
+            )
     for ranks in args.ranks:
         for level, method, other, times in TARGETS:
             if ranks > 1 and "lightning" in method + other:

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         interval_s = 1.0
     report.take("limits", functools.partial(call, "raw.limits", {"size": copied_bytes, "threads": args.threads}))
     job: Line = {"threads": args.threads, "snapshots": args.snapshots, "every": args.every}
-    job |= {"size": SIZES[args.params], "batch": 1, "base": 5, "device": "cpu"}
+    job |= {"size": SIZES[args.params], "batch": 1, "plain": 5, "device": "cpu"}
     for method in args.methods:
         report.take(method, functools.partial(measure, {**job, "method": method}, interval_s))
     targets(report)
@@ -75,7 +75,7 @@ def targets(report: Report) -> None:
         if line["limit"].startswith("memcpy"):
             rates.append(line["gb_per_s"])
     # Somebody has to move the bytes.
-    allowed_ms = max(2 * memory["state_mb"] / max(rates, default=math.nan), 0.1 * memory["base_step_ms"])
+    allowed_ms = max(2 * memory["state_mb"] / max(rates, default=math.nan), 0.1 * memory["plain_step_ms"])
     report.target(f"{MEMORY}: lost per snapshot", "<= {} ms", allowed_ms, memory["lost_ms"])
     raw = report.find(limit="O_DIRECT")["gb_per_s"]
     for text, name in (("during training", "durable_s"), ("idle", "idle_s")):

@@ -29,19 +29,19 @@ WARM_UP = 2
 
 
 class Recorder:
-    """Clocks a loop: steps to warm up, steps without snapshots (the base of this process), steps with them."""
+    """Clocks a loop: steps to warm up, steps without snapshots (plain), steps with them."""
 
     def __init__(self, job: Line) -> None:
         self.is_ours = job["method"].startswith("lazysnap")
         self._is_cuda = job["device"] == "cuda"
         self._every = job["every"]
-        self._base = job["base"]
+        self._plain = job["plain"]
         self._total = job["snapshots"] * job["every"]
-        self.last = WARM_UP + self._base + self._total
-        self.base_s: list[float] = []
+        self.last = WARM_UP + self._plain + self._total
+        self.plain_s: list[float] = []
         self.steps: list[Counter[str]] = []
         """Seconds: ``boundary`` (the save call), ``waited`` in it for the save before, ``gate``, and the ``step``."""
-        self._count = -WARM_UP - self._base
+        self._count = -WARM_UP - self._plain
         self._mark = self._now()
         self._collected_s = 0.0
         gc.callbacks.append(self._collecting)
@@ -80,8 +80,8 @@ class Recorder:
         now = self._now()
         if self.steps:
             self.steps[-1]["step"] = now - self._mark
-        elif self._count >= -self._base:
-            self.base_s.append(now - self._mark)
+        elif self._count >= -self._plain:
+            self.plain_s.append(now - self._mark)
         self._count += 1
         if 0 <= self._count < self._total:
             step: Counter[str] = Counter()
@@ -94,10 +94,10 @@ class Recorder:
 
     def report(self, training: Training) -> Line:
         """Of the start of the run, and per snapshot of the later steps."""
-        base_s = statistics.median(self.base_s)
+        plain_s = statistics.median(self.plain_s)
         first = self.steps[: self._every]
         later = self.steps[self._every :]
-        line: Line = {"base_step_ms": 1e3 * base_s, "state_mb": training.state_bytes() / 1e6}
+        line: Line = {"plain_step_ms": 1e3 * plain_s, "state_mb": training.state_bytes() / 1e6}
         sums: Counter[str] = Counter()
         """Seconds of the later steps."""
         for step in later:
@@ -125,7 +125,7 @@ class Recorder:
             "gate_ms": 1e3 * sums["gate"] / count,
             "blocked_ms": 1e3 * (sums["boundary"] + sums["gate"]) / count,
             "waited_ms": 1e3 * sums["waited"] / count,
-            "lost_ms": 1e3 * (took_s - base_s * len(later)) / count,
+            "lost_ms": 1e3 * (took_s - plain_s * len(later)) / count,
             "start_lost_ms": 1e3 * (start_s - len(first) * took_s / len(later)),
         }
 
@@ -317,7 +317,7 @@ def train_with_lightning(training: Training, job: Line, recorder: Recorder) -> L
     trainer = training.trainer(default_root_dir=job["directory"], **settings)
     training.fit(trainer, recorder.last)  # its end drains the thread
     line = recorder.report(training)
-    if recorder.is_ours:  # its captures begin with the first step: there is no base, and no call to clock
+    if recorder.is_ours:  # its captures begin with the first step: there are no plain steps, and no call to clock
         return {"state_mb": line["state_mb"], **counted(callbacks[-1])}
     return line
 

@@ -95,7 +95,3 @@ class TextWindows(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, item: int) -> tuple[Tensor, Tensor]:
         start = item * self.context
         return self.ids[start : start + self.context], self.ids[start + 1 : start + self.context + 1]
-
-    def decode(self, ids: Tensor) -> str:
-        """Token ids back to text."""
-        return "".join(self.characters[i] for i in ids.tolist())

@@ -41,23 +41,20 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
 class KeeperStarted(Event, frozen=True, kw_only=True, tag="keeper"):
     """A keeper writes this file from now on."""
 
-    pid: Count
-    host: str
-    node: Count
     nodes: Count
-    version: str
+    """The number of nodes of the job."""
 
 
 class TrainerStarted(Event, frozen=True, kw_only=True, tag="start"):
     """A trainer reported its run."""
 
     rank: Count
-    pid: Count
     start: str
     step: Count
     """The step after which it continues; 0: the beginning."""
     world_size: Count
     every_n_steps: Count
+    """Steps between captures."""
     began: Time
     """Unix time of the start of its process; ``t`` if its earlier lines were in a deleted file."""
     source: str | None = None
@@ -71,8 +68,6 @@ class Progress(Event, frozen=True, kw_only=True, tag="progress"):
     start: str
     step: Count
     """Its newest boundary."""
-    every: Count
-    """The current number of steps between captures."""
     waited_s: Seconds
     """The seconds that training waited for captures in all, in this start, when the newest capture began."""
     captured: Count
@@ -88,11 +83,7 @@ class Stored(Event, frozen=True, kw_only=True, tag="stored"):
     step: Count
     bytes: Count
     seconds: Seconds
-    """The seconds from the beginning of the write until it is durable."""
-    checksum_s: Seconds
-    """The part of ``seconds`` that checksums took, of all writing threads together."""
-    read_back_s: Seconds
-    """The seconds after that in which it was read and compared; 0: the level is not read back."""
+    """The seconds from the beginning of the write until it is committed and read back."""
 
 
 class Complete(Event, frozen=True, kw_only=True, tag="complete"):
@@ -100,8 +91,6 @@ class Complete(Event, frozen=True, kw_only=True, tag="complete"):
 
     level: str
     steps: list[Count]
-    start: str
-    """The start that captured them."""
 
 
 class Protected(Event, frozen=True, kw_only=True, tag="protected"):
@@ -109,8 +98,6 @@ class Protected(Event, frozen=True, kw_only=True, tag="protected"):
 
     step: Count | None
     """The step; ``None`` if parity was lost with a keeper."""
-    start: str
-    """The start that captured it."""
 
 
 class LevelFailed(Event, frozen=True, kw_only=True, tag="failed"):
@@ -139,7 +126,6 @@ class TrainerEnded(Event, frozen=True, kw_only=True, tag="end"):
     """A trainer ended."""
 
     rank: Count
-    pid: Count
     start: str
     step: Count
     """The last boundary that it passed."""

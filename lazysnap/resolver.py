@@ -290,6 +290,11 @@ def _is_repeatable(entry: Entry) -> bool:
     return entry.is_repeatable is True
 
 
+def short_id(run_id: str) -> str:
+    """Return the digits of a run id in messages. Commands accept the first digits of an id."""
+    return run_id[:_LEAST_DIGITS]
+
+
 def short_ids(run_ids: Iterable[str]) -> dict[str, str]:
     """Return the short id of each run: the first digits, all of one length."""
     ids = set(run_ids)

@@ -61,7 +61,7 @@ def made_up():
     made = {}
     for method, blocked_s in found.items():
         figures = dict.fromkeys(NOTHING, 1e3 * blocked_s)
-        made[method] = {"method": method, "base_step_ms": 1e3, "state_mb": 1e3, "peak_mb": 1e3, **figures}
+        made[method] = {"method": method, "plain_step_ms": 1e3, "state_mb": 1e3, "peak_mb": 1e3, **figures}
     for method in ("lazysnap-memory", "lazysnap-disk"):
         made[method] |= {"raw_populate_ms": 1.5e3, "slots_mb": 2e3, "peak_mb": 3e3}
     made["lazysnap-disk"] |= {"durable_s": [0.55, 0.55], "idle_s": [0.55]}
@@ -126,10 +126,10 @@ def test_who_comes_first_in_a_round_has_no_advantage():
 
 
 def test_figures_of_two_checkouts_are_paired_by_what_they_are_of():
-    line = {"measure": "stall", "method": "none", "base_step_ms": 1.0, "durable_s": [1.0, 2.0], "lost_ms": None}
+    line = {"measure": "stall", "method": "none", "plain_step_ms": 1.0, "durable_s": [1.0, 2.0], "lost_ms": None}
     counted = {"measure": "counted", "kind": "ddp", "ranks": 2, "collectives_close": 0}
     assert compare.figures([line, line, counted, {"measure": "machine", "cores": 2}]) == {
-        ("stall none", "base_step_ms"): [1.0, 1.0],
+        ("stall none", "plain_step_ms"): [1.0, 1.0],
         ("stall none", "durable_s"): [1.0, 2.0, 1.0, 2.0],
         ("counted ddp 2", "collectives_close"): [0],
     }
@@ -137,24 +137,17 @@ def test_figures_of_two_checkouts_are_paired_by_what_they_are_of():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_rates_of_a_level_and_a_death_of_training_and_keeper_are_measured(measured, report, monkeypatch, tmp_path):
+def test_rates_of_a_level_are_measured(measured, report, monkeypatch, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(disk))
-    how = ("--levels", "local", "--size-mb", 2, "--rounds", 1, "--repeats", 1, "--train-mb", 1)
+    how = ("--levels", "local", "--size-mb", 2, "--rounds", 1)
 
     rates = measured("levels", "rate", *how)
 
     of_rates = [(rate["level"], rate["direction"], rate["raw_limit"]) for rate in rates]
     assert of_rates == [("local", "write", "O_DIRECT"), ("local", "read", "O_DIRECT")]
     assert all(len(rate["raw_mb_per_s"]) == len(rate["lazysnap_mb_per_s"]) == 1 for rate in rates)
-    [loss] = report.of("loss")
-    # It may have gone on a little while the order to kill it was on its way. What it resumed came from the disk.
-    [killed_at, resumed, lost] = [loss[name][0] for name in ("killed_at", "resumed", "steps_lost")]
-    assert killed_at >= levels.KILL_AT
-    assert 1 <= resumed <= killed_at
-    assert lost == killed_at - resumed
-    assert loss["restore_s"][0] < loss["first_step_s"][0]
     assert not list(disk.iterdir())
     assert report.of("target")
 
@@ -211,7 +204,7 @@ def test_restarts_are_measured_phase_by_phase_and_are_exact_here_and_in_another_
 @pytest.mark.timeout(900)
 def test_protection_between_nodes_is_measured_and_a_lost_node_is_computed(measured, report):
     """What is restored is compared by the benchmark itself."""
-    [lost] = measured("parity", "lost node", "--nodes", 3, "--megabytes", 5, "--rounds", 1, "--turns", 0)
+    [lost] = measured("parity", "lost node", "--nodes", 3, "--megabytes", 5, "--rounds", 1)
 
     for what in ("encode", "rebuild"):
         [found] = report.of(what)

@@ -17,6 +17,16 @@ SETTINGS = [name for name in lazysnap.__all__ if inspect.isclass(getattr(lazysna
 SOURCES = "".join(path.read_text() for name in ("lazysnap", "tests") for path in (ROOT / name).rglob("*.py"))
 OF_OTHERS = {"tests/test_state_checkpointing.py"}
 """A file of Accelerate."""
+OTHER_MEANINGS = {
+    "place": r"\b(in|takes?|took) (its|the) place\b|\bin place of\b|\bits own place\b|wrong places",
+    "release": r"\bafter a release\b|\bwas released\b|\bit releases\b",
+    "source": r"\bsources and documents\b|compares the sources|holds its sources|for the source\b",
+    "base": r"\(the \*base\*\)|\bbase step\b|\bthan the base\b",
+    "plan": r"\bto plan\b|\bplanned training|\bplan three times|\bgathers plans\b",
+    "start": r"\bat the start or end\b|\bStart and end\b",
+    "job": r"\bkill a job\b|\brequeued job\b|\bcontainer or job\b|\bjob's control groups\b|\ba job writes\b",
+}
+"""A term, and phrases in which texts for users had it with a meaning that is not the one in architecture.md, Terms."""
 
 
 def code(page):
@@ -66,6 +76,12 @@ def templates():
             texts = [part.value if isinstance(part, ast.Constant) else "\0" for part in parts]
             if all(isinstance(text, str) for text in texts) and isinstance(parts[0], ast.Constant | ast.FormattedValue):
                 yield re.sub(r"%(\(\w+\))?[.\d]*[a-z]", "\0", "".join(texts))
+
+
+@pytest.mark.parametrize("term", OTHER_MEANINGS)
+def test_a_term_has_one_meaning_in_pages_and_messages(term):
+    texts = [*(" ".join(page.read_text().split()) for page in (*PAGES, ROOT / "CHANGELOG.md")), *templates()]
+    assert [found[0] for text in texts for found in re.finditer(OTHER_MEANINGS[term], text)] == []
 
 
 def explained_messages():

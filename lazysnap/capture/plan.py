@@ -211,7 +211,7 @@ class CapturePlan:
             return "the structure of the state changed"
         if self.is_alike(tensors):
             if [tensors[index].data_ptr() for index in self.lazy] != self.lazy_pointers:
-                return "a tensor changed its place"
+                return "a tensor changed its address"
         else:
             outline = self.outline_of(tensors)
             for fact, planned in self.outline.items():

@@ -14,9 +14,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from lazysnap import events
-from lazysnap.cli.history import GOODBYE, Start, levels_of, microseconds, starts_of
-from lazysnap.cli.inspecting import open_existing
+from lazysnap.cli.history import GOODBYE, Start, levels_of, microseconds, read_run, starts_of
 from lazysnap.cli.output import Output, count_of, percent, seconds_text
 from lazysnap.config import PersistentLevel, SnapshotConfig, redundancy_for
 from lazysnap.console import duration
@@ -24,7 +22,7 @@ from lazysnap.errors import ConfigError
 from lazysnap.events import EventFile, KeeperStarted
 from lazysnap.memory.slot_choice import kept_whole, slots_needed
 from lazysnap.parity.groups import groups_of
-from lazysnap.resolver import MEMORY
+from lazysnap.resolver import MEMORY, short_id
 
 BUDGET = 0.01
 """Maximum share of the time of training for captures."""
@@ -99,20 +97,15 @@ class TrainingFigures:
 
 
 def run(args: argparse.Namespace, output: Output) -> int:
-    """Advise. Blocks: reads the file of events. Raises: ConfigError; LevelError."""
+    """Advise. Blocks: reads the file of events. Raises: ConfigError; LevelError; SnapshotNotFound."""
     if args.url is None and args.params is None:
         raise ConfigError(
             "name the directory of a run (lazysnap advise runs/a), or describe a training (lazysnap advise --params 7b)"
         )
     measured = None
     if args.url is not None:
-        if args.params is None:
-            open_existing(args.url, args.storage_option)
-        measured = measure(events.read(args.url, dict(args.storage_option) or None))
-        if measured is None:
-            output.say(f"{args.url}: there is no file of events: no training stored snapshots directly in there")
-            if args.params is None:
-                return output.result(ok=False, too_young=["no events"])
+        _, files = read_run([args.url], args.storage_option, None)
+        measured = measure(files)
     facts = _with_arguments(measured or TrainingFigures(), args)
     advice = advise(facts)
     missing = _missing(measured, facts)
@@ -181,11 +174,8 @@ def _missing(measured: TrainingFigures | None, facts: TrainingFigures) -> list[s
 # ---------------------------------------------------------------- what a run measured
 
 
-def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
-    """Return the figures of the newest run; ``None``, if there is none. Pure."""
-    if not files:
-        return None
-    files = [file for file in files if file.run_id == files[-1].run_id]
+def measure(files: Sequence[EventFile]) -> TrainingFigures:
+    """Return the figures of a run. Pure."""
     starts = starts_of(files)
     if not starts:
         return TrainingFigures(files[0].run_id)
@@ -210,7 +200,7 @@ def measure(files: Sequence[EventFile]) -> TrainingFigures | None:
         nodes=nodes,
         ranks=starts[-1].trainer_started.world_size,
         timed_steps=timed_steps,
-        every=starts[-1].every,
+        every=starts[-1].trainer_started.every_n_steps,
         step_s=step_s,
         stall_s=stall_s,
         copy_s=_median(copies_s),
@@ -228,13 +218,11 @@ def _times_of_steps(starts: Sequence[Start]) -> tuple[int, float | None, float]:
     waited_us = 0
     captures = 0.0
     for start in starts:
-        if start.waits:
-            steps, time_us = _timed(start)
-            waits_us = start.waits[-1][1]
-            timed_steps += steps
-            waited_us += waits_us
-            worked_us += max(0, time_us - waits_us)
-            captures += steps / max(1, start.every)
+        if start.timed_steps:
+            timed_steps += start.timed_steps
+            waited_us += start.waits[-1][1]
+            worked_us += start.worked_us
+            captures += start.timed_steps / max(1, start.trainer_started.every_n_steps)
     if timed_steps < _LEAST_STEPS:
         return timed_steps, None, 0.0
     stall_s = 0.0
@@ -254,16 +242,6 @@ def _restarts_s(starts: Sequence[Start]) -> list[float]:
             resumed_at = after.waits[0][0]
         restarts_s.append((resumed_at - before.ended) / 1e6)
     return restarts_s
-
-
-def _timed(start: Start) -> tuple[int, int]:
-    """Return the timed steps after the first boundary, and their time."""
-    step = start.progress[-1].step
-    at = start.sampled_at
-    if start.end is not None and start.end.how == "died" and start.end.step > step:
-        step = start.end.step
-        at = start.ended
-    return max(0, step - start.trainer_started.step - 1), max(0, at - start.waits[0][0])
 
 
 def _median(values: Sequence[float]) -> float:
@@ -374,27 +352,29 @@ def estimate(state_bytes: float, is_sharded: bool, facts: TrainingFigures) -> di
 def _show(measured: TrainingFigures | None, facts: TrainingFigures, advice: dict[str, Any], output: Output) -> None:
     if measured is not None:
         ranks = count_of(measured.ranks, "rank")
-        output.line(f"run {measured.run_id[:8]}, {ranks}: {count_of(measured.timed_steps, 'step')} timed", "bold")
+        output.line(f"run {short_id(measured.run_id)}, {ranks}: {count_of(measured.timed_steps, 'step')} timed", "bold")
     if facts.mtbf_s is not None:
         output.line(f"a failure every {duration(facts.mtbf_s)}; a restart takes {duration(facts.restart_s)}")
     if advice["overhead"] is not None:
         output.line(f"captures take {percent(advice['overhead'], 2)} of the time of training")
+    if facts.step_s is None and not facts.persist:
+        return
     output.line("")
-    rows = [_cells(place, row, facts) for place, row in advice["snapshots"].items()]
+    rows = [_cells(source, row, facts) for source, row in advice["snapshots"].items()]
     output.show(output.table("", "snapshots in<", "every>", "steps>", "lost per failure>", "goodput>", rows=rows))
     output.line("")
 
 
-def _cells(place: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterable[str]:
+def _cells(source: str, row: Mapping[str, Any], facts: TrainingFigures) -> Iterable[str]:
     steps = ""
     if row["every_n_steps"] is not None:
         steps = f"{row['every_n_steps']:,}"
-        if place == MEMORY and facts.every not in (None, row["every_n_steps"]):
+        if source == MEMORY and facts.every not in (None, row["every_n_steps"]):
             steps += f" (now {facts.every})"
     share = ""
     if row["goodput"] is not None:
         share = percent(row["goodput"], 2)
-    return place, seconds_text(row["every_s"]), steps, seconds_text(row["lost_s"]), share
+    return source, seconds_text(row["every_s"]), steps, seconds_text(row["lost_s"]), share
 
 
 def _texts_of_sizes(sizes: dict[str, Any], facts: TrainingFigures) -> Iterator[str]:

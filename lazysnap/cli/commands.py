@@ -20,18 +20,18 @@ from lazysnap.levels.redaction import Redaction
 
 logger = logging.getLogger(__name__)
 
-_EXIT_CODES = "Exit codes: 0 good, 1 something bad was found, 2 could not look or bad usage, 130 interrupted."
+_EXIT_CODES = "Exit codes: 0 good, 1 something bad was found, 2 failed or bad usage, 130 interrupted."
 
 
 # ---------------------------------------------------------------- the table
 
 
-@dataclass(frozen=True)
 class Argument:
     """One argument of a command, as ``ArgumentParser.add_argument`` takes it."""
 
-    names: tuple[str, ...]
-    settings: dict[str, Any]
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.names = names
+        self.settings = settings
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,6 @@ class Command:
     example: str
     details: str = ""
     """Further sentences of ``--help``."""
-
-
-def _argument(*names: str, **settings: Any) -> Argument:
-    return Argument(names, settings)
 
 
 def parse_option(text: str) -> tuple[str, Any]:
@@ -68,13 +64,13 @@ def parse_option(text: str) -> tuple[str, Any]:
 
 _KEY_VALUE: dict[str, Any] = {"metavar": "KEY=VALUE", "type": parse_option, "action": "append", "default": []}
 _URL_HELP = "directory or URL with snapshots (a level), e.g. runs/lazysnap or s3://bucket/run"
-_JSON = _argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
-_STORAGE_OPTION = _argument("--storage-option", help="for the fsspec file system (may be repeated)", **_KEY_VALUE)
-_RUN = _argument("--run", metavar="ID", help="the run whose id begins so; `lazysnap ls` shows them")
-_URL = _argument("url", metavar="URL", help=_URL_HELP)
-_ANY_URL = _argument("url", metavar="URL", nargs="?", help=_URL_HELP)
-_WANTED = _argument("wanted", metavar="STEP|NAME|latest", help="a step, a name given by keep, or 'latest'")
-_WORDS = _argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, after --")
+_JSON = Argument("--json", action="store_true", help="one JSON object on stdout; messages on stderr")
+_STORAGE_OPTION = Argument("--storage-option", help="for the fsspec file system (may be repeated)", **_KEY_VALUE)
+_RUN = Argument("--run", metavar="ID", help="the run whose id begins so; `lazysnap ls` shows them")
+_URL = Argument("url", metavar="URL", help=_URL_HELP)
+_ANY_URL = Argument("url", metavar="URL", nargs="?", help=_URL_HELP)
+_WANTED = Argument("wanted", metavar="STEP|NAME|latest", help="a step, a name given by keep, or 'latest'")
+_WORDS = Argument("words", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="the command, after --")
 
 COMMANDS = {
     "ls": Command(
@@ -82,7 +78,7 @@ COMMANDS = {
         "inspecting:list_snapshots",
         (_URL, _RUN, _STORAGE_OPTION),
         "lazysnap ls runs/lazysnap",
-        "Lists steps, states, names and runs; of all runs, or of --run. Reads no tensors.",
+        "Lists all runs, or --run. Reads no tensors.",
     ),
     "show": Command(
         "show the contents of a snapshot, without reading its data",
@@ -91,7 +87,7 @@ COMMANDS = {
             _URL,
             _WANTED,
             _RUN,
-            _argument("--all", action="store_true", help="also each tensor and each value of the small state"),
+            Argument("--all", action="store_true", help="also each tensor and each value of the small state"),
             _STORAGE_OPTION,
         ),
         "lazysnap show runs/lazysnap latest",
@@ -103,11 +99,11 @@ COMMANDS = {
         (
             _URL,
             _RUN,
-            _argument("--step", type=int, action="append", help="only this step (may be repeated)"),
+            Argument("--step", type=int, action="append", help="only this step (may be repeated)"),
             _STORAGE_OPTION,
         ),
         "lazysnap verify s3://bucket/run --step 4000",
-        "Of all runs, or of --run. Exit code 1 if anything is damaged, or there are no snapshots.",
+        "Verifies all runs, or --run. Exit code 1 if anything is damaged, or there are no snapshots.",
     ),
     "prune": Command(
         "delete old snapshots, and files of dead writers",
@@ -115,30 +111,30 @@ COMMANDS = {
         (
             _URL,
             _RUN,
-            _argument("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run"),
-            _argument("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N"),
-            _argument("--name", help="remove this name, so that its snapshots may be deleted"),
-            _argument("--dry-run", action="store_true", help="only show what would be deleted"),
-            _argument("--yes", action="store_true", help="do not ask"),
+            Argument("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run"),
+            Argument("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N"),
+            Argument("--name", help="remove this name, so that its snapshots may be deleted"),
+            Argument("--dry-run", action="store_true", help="only show what would be deleted"),
+            Argument("--yes", action="store_true", help="do not ask"),
             _STORAGE_OPTION,
         ),
         "lazysnap prune runs/lazysnap --keep-last 3 --dry-run",
-        "Shows what it would delete and asks. Without --keep-last it deletes only files of dead writers. Of "
-        "all runs, or of --run. Named snapshots and the newest complete one of each run always stay.",
+        "Prunes all runs, or --run. Shows what it would delete and asks. Without --keep-last it deletes only files "
+        "of dead writers. Named snapshots and the newest complete one of each run always stay.",
     ),
     "copy": Command(
         "copy snapshots to another directory or URL, verified",
         "copying:copy",
         (
             _URL,
-            _argument("to", metavar="URL", help="the level to copy to"),
+            Argument("to", metavar="URL", help="the level to copy to"),
             _RUN,
-            _argument("--step", metavar="STEP|NAME|latest", action="append", help="only this one (may be repeated)"),
+            Argument("--step", metavar="STEP|NAME|latest", action="append", help="only this one (may be repeated)"),
             _STORAGE_OPTION,
-            _argument("--to-option", help="as --storage-option, only for the level to copy to", **_KEY_VALUE),
+            Argument("--to-option", help="as --storage-option, only for the level to copy to", **_KEY_VALUE),
         ),
         "lazysnap copy runs/lazysnap s3://bucket/run --step latest",
-        "Copies complete snapshots, the newest first, of all runs or of --run. Valid existing copies are not "
+        "Copies all runs, or --run: complete snapshots, the newest first. Valid existing copies are not "
         "copied again. With --to-option, --storage-option is only for the first URL.",
     ),
     "export": Command(
@@ -147,13 +143,13 @@ COMMANDS = {
         (
             _URL,
             _WANTED,
-            _argument("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory"),
-            _argument("--format", choices=FORMATS, help="if the name does not determine it"),
+            Argument("--to", required=True, metavar="PATH", help="FILE.safetensors, FILE.ckpt or a directory"),
+            Argument("--format", choices=FORMATS, help="if the name does not determine it"),
             _RUN,
-            _argument("--config", metavar="DIR", help="huggingface: copy config and tokenizer files from there"),
-            _argument("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix"),
-            _argument("--force", action="store_true", help="replace an earlier export, or an empty directory"),
-            _argument("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses"),
+            Argument("--config", metavar="DIR", help="huggingface: copy config and tokenizer files from there"),
+            Argument("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix"),
+            Argument("--force", action="store_true", help="replace an earlier export, or an empty directory"),
+            Argument("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses"),
             _STORAGE_OPTION,
         ),
         "lazysnap export runs/lazysnap latest --to model.safetensors",
@@ -163,8 +159,8 @@ COMMANDS = {
         "show the trainings of this machine, and what a crash would cost now",
         "status:run",
         (
-            _argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level"),
-            _argument("--prometheus", action="store_true", help="the numbers of --json as text for Prometheus"),
+            Argument("job", nargs="?", metavar="JOB", help="only this job_id, or URL of a first level"),
+            Argument("--prometheus", action="store_true", help="the numbers of --json as text for Prometheus"),
         ),
         "lazysnap status",
         "Asks the keepers of this user, which hold snapshots in memory, for at most 2 seconds each. Reads no storage.",
@@ -173,9 +169,9 @@ COMMANDS = {
         "end the process that holds the memory of a dead training",
         "keepers:stop",
         (
-            _argument("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level"),
-            _argument("--force", action="store_true", help="also a keeper whose newest capture cannot be stored"),
-            _argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)"),
+            Argument("job", metavar="JOB", help="the job's SnapshotConfig.job_id, or the URL of its first level"),
+            Argument("--force", action="store_true", help="also a keeper whose newest capture cannot be stored"),
+            Argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="wait at most so long (60)"),
         ),
         "lazysnap stop runs/lazysnap",
         "The keeper first stores its newest capture. That of a training that runs stays. `lazysnap status` lists jobs.",
@@ -184,46 +180,46 @@ COMMANDS = {
         "show where the time of a run went, and the cost of each interruption",
         "report:run",
         (
-            _argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each"),
+            Argument("urls", nargs="+", metavar="URL", help="the first level of the job; of several nodes, of each"),
             _RUN,
-            _argument("--html", metavar="FILE", help="write a page with pictures, too"),
+            Argument("--html", metavar="FILE", help="write a page with pictures, too"),
             _STORAGE_OPTION,
         ),
         "lazysnap report runs/lazysnap --html report.html",
-        "Of the newest run, or of --run.",
+        "Shows the newest run, or --run.",
     ),
     "advise": Command(
         "compute how often to capture and store, memory, goodput",
         "advise:run",
         (
             _ANY_URL,
-            _argument("--params", type=parse_params, metavar="N", help="parameters of a training to plan: 7b, 350m"),
-            _argument(
+            Argument("--params", type=parse_params, metavar="N", help="of a model whose memory is estimated: 7b, 350m"),
+            Argument(
                 "--bytes-per-param", type=float, default=12.0, metavar="N", help="12: AdamW in fp32 (default); 4: SGD"
             ),
-            _argument("--ranks", type=int, metavar="N", help="processes (those of the run, or 1 for each node)"),
-            _argument("--nodes", type=int, metavar="N", help="machines they run on (those of the run, or 1)"),
-            _argument(
+            Argument("--ranks", type=int, metavar="N", help="processes (those of the run, or 1 for each node)"),
+            Argument("--nodes", type=int, metavar="N", help="machines they run on (those of the run, or 1)"),
+            Argument(
                 "--sharding",
                 choices=("ddp", "fsdp"),
                 default="ddp",
-                help="each rank has the whole state, or a part (ddp)",
+                help="ddp: each rank has the whole state (default); fsdp: a part",
             ),
-            _argument("--step-time", type=parse_time, metavar="TIME", help="time of a step: 0.4s"),
-            _argument("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s"),
-            _argument("--mtbf", type=parse_time, metavar="TIME", help="time between failures of the training: 3h"),
+            Argument("--step-time", type=parse_time, metavar="TIME", help="time of a step: 0.4s"),
+            Argument("--persist", type=parse_time, metavar="TIME", help="time until a snapshot is durable: 30s"),
+            Argument("--mtbf", type=parse_time, metavar="TIME", help="time between failures of the training: 3h"),
             _STORAGE_OPTION,
         ),
         "lazysnap advise --params 7b --nodes 2 --ranks 16 --step-time 0.8s --persist 30s --mtbf 3h",
         "With a URL it uses the times of its newest run, unless options give them. With --params it also estimates "
-        "the memory of a planned training.",
+        "the memory that a model of that size needs.",
     ),
     "doctor": Command(
         "check this node and a level before a training",
         "doctor:run",
         (
             _ANY_URL,
-            _argument("--peer", action="append", default=[], metavar="HOST", help="another node (may be repeated)"),
+            Argument("--peer", action="append", default=[], metavar="HOST", help="another node (may be repeated)"),
             _STORAGE_OPTION,
         ),
         "lazysnap doctor s3://bucket/run --peer node1",
@@ -233,13 +229,11 @@ COMMANDS = {
         "kill your own training on purpose, and check its restart",
         "chaos:run",
         (
-            _argument("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=",".join(FAULTS)),
-            _argument("--seed", type=int, default=1603, help="determines the times of the faults (1603)"),
-            _argument("--result", metavar="GLOB", help="files to compare, besides the numbers that it prints"),
-            _argument(
-                "--may-lose", type=int, metavar="N", help="steps that may be trained again (default: any number)"
-            ),
-            _argument("--deadline", type=float, metavar="SECONDS", help="of a run (5 times the undisturbed + 60)"),
+            Argument("--faults", type=parse_faults, default=[*FAULTS], metavar="LIST", help=",".join(FAULTS)),
+            Argument("--seed", type=int, default=1603, help="determines the times of the faults (1603)"),
+            Argument("--result", metavar="GLOB", help="files to compare, besides the numbers that it prints"),
+            Argument("--may-lose", type=int, metavar="N", help="steps that may be trained again (default: any number)"),
+            Argument("--deadline", type=float, metavar="SECONDS", help="of a disturbed run (5 times one without + 60)"),
             _WORDS,
         ),
         "lazysnap chaos -- python train.py",
@@ -249,13 +243,13 @@ COMMANDS = {
         "run a training, and restart it quickly after a crash",
         "commands:run_again",
         (
-            _argument("--max-restarts", type=int, default=10, metavar="N", help="restarts in all (10)"),
+            Argument("--max-restarts", type=int, default=10, metavar="N", help="restarts in all (10)"),
             _WORDS,
         ),
         "lazysnap run -- python train.py",
     ),
     "worker": Command(
-        "the same for a worker of torchrun",
+        "start a worker of torchrun quickly after a crash",
         "commands:run_worker",
         (_WORDS,),
         "torchrun --no-python --max-restarts 10 lazysnap worker -- python train.py",
@@ -269,10 +263,12 @@ COMMANDS = {
 class _Parser(argparse.ArgumentParser):
     """Refuses arguments in JSON too, if the result was to be JSON."""
 
-    as_json = False
+    def __init__(self, *, as_json: bool, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._as_json = as_json
 
     def error(self, message: str) -> NoReturn:
-        if self.as_json:
+        if self._as_json:
             words = self.prog.split()
             command = None
             if len(words) > 1:
@@ -284,8 +280,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     """Return the parser of all commands. ``as_json``: usage errors are printed as JSON, too."""
-    kind: type[argparse.ArgumentParser] = type("_Parser", (_Parser,), {"as_json": as_json})
-    root = kind(
+    root = _Parser(
+        as_json=as_json,
         prog="lazysnap",
         description="Look at snapshots of training runs, check, copy, export and delete them.",
         epilog=f"`lazysnap COMMAND --help` explains one. {_EXIT_CODES}",
@@ -293,23 +289,20 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
     root.add_argument("--version", action="version", version=f"lazysnap {lazysnap.__version__}")
     subparsers = root.add_subparsers(dest="command", required=True, metavar="command")
     for name, command in COMMANDS.items():
-        _add(subparsers, name, command)
+        details = f"{command.summary[0].upper()}{command.summary[1:]}. {command.details}"
+        example = f"Example: {command.example}"
+        added = subparsers.add_parser(name, as_json=as_json, help=command.summary, description=details, epilog=example)
+        for argument in (*command.arguments, _JSON):
+            added.add_argument(*argument.names, **argument.settings)
+        added.set_defaults(refuse=added.error)
     return root
-
-
-def _add(subparsers: Any, name: str, command: Command) -> None:
-    details = f"{command.summary[0].upper()}{command.summary[1:]}. {command.details}"
-    added = subparsers.add_parser(name, help=command.summary, description=details, epilog=f"Example: {command.example}")
-    for argument in (*command.arguments, _JSON):
-        added.add_argument(*argument.names, **argument.settings)
-    added.set_defaults(refuse=added.error)
 
 
 # ---------------------------------------------------------------- running
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one command. Return its exit code: 0 good, 1 something bad was found, 2 could not look, 130 interrupted.
+    """Run one command. Return its exit code: 0 good, 1 something bad was found, 2 failed, 130 interrupted.
 
     Blocks. Raises: SystemExit, for arguments that argparse refuses (code 2), ``--help`` and ``--version``.
     """

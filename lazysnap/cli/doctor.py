@@ -114,7 +114,7 @@ def _memory() -> CheckResult:
         f"{decimal(free)} free: enough for a training state of {decimal(free // 3)}, which takes three times its size"
     )
     if free < _LEAST_BYTES:
-        return CheckResult("memory", "bad", f"{text}; raise the memory limit of the container or job")
+        return CheckResult("memory", "bad", f"{text}; raise the memory limit of the container or control group")
     return CheckResult("memory", "good", text)
 
 

@@ -42,7 +42,7 @@ class Interruption:
     """``died``, ``left`` (by an exception or preemption), ``goodbye``, or ``lost with its keeper``."""
     step: int
     resumed_step: int | None
-    """The time of the next start, if any."""
+    """The step from which the next start continued, if any."""
     source: str | None
     """The source from which it was resumed."""
     lost: int
@@ -115,11 +115,11 @@ class Account:
             return None
         return value_at(start.marks, time)
 
-    def behind(self, place: str, time: int) -> int | None:
-        """Return by how many steps the newest complete step at ``place`` was behind training; ``None`` without one."""
-        series = self.newest[place]
+    def behind(self, source: str, time: int) -> int | None:
+        """Return by how many steps the newest complete step of ``source`` was behind training; ``None`` without one."""
+        series = self.newest[source]
         newest: int | None = None
-        if place == MEMORY:  # sampled together with the step
+        if source == MEMORY:  # sampled together with the step
             newest = value_at([(at, step) for at, step in series if step is not None], time)
         else:
             index = bisect_right(series, time, key=itemgetter(0)) - 1

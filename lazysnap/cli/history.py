@@ -1,15 +1,19 @@
-"""The starts and levels of a run, read from its event files. Pure; all reports use them.
+"""The starts and levels of a run, read from its event files. All reports use them. Pure, except ``read_run``.
 
 Times are whole microseconds of Unix time, so that sums are exact.
 """
 
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import attrgetter, itemgetter
 from statistics import median
+from typing import Any
 
+from lazysnap.cli.inspecting import open_existing
+from lazysnap.errors import SnapshotNotFound
 from lazysnap.events import (
     Event,
     EventFile,
@@ -19,6 +23,7 @@ from lazysnap.events import (
     Stored,
     TrainerEnded,
     TrainerStarted,
+    read,
 )
 
 GOODBYE = "goodbye"
@@ -26,6 +31,36 @@ UNSEEN = "lost with its keeper"
 
 Marks = list[tuple[int, int]]
 """Times, and a value at each: neither ever decreases."""
+
+
+# ---------------------------------------------------------------- files
+
+
+def read_run(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | None) -> tuple[str, list[EventFile]]:
+    """Return a run, by default the newest, and its files of all nodes. Blocks. Raises: LevelError, SnapshotNotFound."""
+    files_of: dict[str, dict[int, EventFile]] = defaultdict(dict)
+    """The newest file of each node, by run."""
+    for url in urls:
+        open_existing(url, options)
+        for file in read(url, dict(options)):
+            of_nodes = files_of[file.run_id]
+            if file.node not in of_nodes or of_nodes[file.node].events[-1].t < file.events[-1].t:
+                of_nodes[file.node] = file
+    runs = sorted(files_of)
+    if run is None:
+        matching = runs[-1:]
+        fault = "no events of a training"
+    else:
+        matching = [run_id for run_id in runs if run_id.startswith(run.lower())]
+        fault = f"events of {len(matching)} runs begin with {run!r}"
+    if len(matching) != 1:
+        advice = "name the first level of a job, the directory that holds its snapshots (step-…)"
+        if runs:
+            advice = f"the runs there: {', '.join(runs)}"
+        raise SnapshotNotFound(f"{' and '.join(urls)}: {fault}; {advice}")
+    run_id = matching[0]
+    by_node = sorted(files_of[run_id].items())
+    return run_id, [file for _, file in by_node]
 
 
 # ---------------------------------------------------------------- marks
@@ -75,7 +110,6 @@ class Start:
     """One process of a rank, from its beginning to its end."""
 
     trainer_started: TrainerStarted
-    node: int
     began: int
     ended: int
     how: str | None
@@ -92,24 +126,28 @@ class Start:
     """The step up to which its work counts; later steps were trained again."""
 
     @property
-    def every(self) -> int:
-        """Steps between captures, the last value."""
-        return self.progress[-1].every if self.progress else self.trainer_started.every_n_steps
-
-    @property
     def reached(self) -> int:
         """The last step that it passed."""
         return self.marks[-1][1]
 
     @property
+    def timed_steps(self) -> int:
+        """Steps from the first boundary to the last sample."""
+        if not self.waits:
+            return 0
+        return max(0, self.progress[-1].step - self.trainer_started.step - 1)
+
+    @property
+    def worked_us(self) -> int:
+        """The time of ``timed_steps``, which are at least one, without waits."""
+        return max(0, self.sampled_at - self.waits[0][0] - self.waits[-1][1])
+
+    @property
     def step_us(self) -> int | None:
         """The usual time of a step, without waits; ``None`` if it passed too few."""
-        if not self.waits or not self.progress:
+        if not self.timed_steps:
             return None
-        steps = self.progress[-1].step - self.trainer_started.step - 1
-        if steps <= 0:
-            return None
-        return max(0, self.sampled_at - self.waits[0][0] - self.waits[-1][1]) // steps
+        return self.worked_us // self.timed_steps
 
     @property
     def sampled_at(self) -> int:
@@ -122,22 +160,12 @@ class Start:
         return time_of(self.marks, step)
 
 
-def ranks_in(files: Iterable[EventFile]) -> list[int]:
-    """Return the ranks whose starts are in the files."""
-    ranks = set()
-    for file in files:
-        for event in file.events:
-            if isinstance(event, TrainerStarted):
-                ranks.add(event.rank)
-    return sorted(ranks)
-
-
 def starts_of(files: Sequence[EventFile]) -> list[Start]:
     """Return the starts of rank 0, or of the lowest rank with lines. They do not overlap.
 
     ``files``: those of all nodes, of one run. Empty if no training named itself.
     """
-    rank = min(ranks_in(files), default=0)
+    rank = _lowest_rank(files)
     lines_of: dict[str, list[Event]] = {}
     file_of: dict[str, EventFile] = {}
     names: dict[str, TrainerStarted] = {}
@@ -157,6 +185,15 @@ def starts_of(files: Sequence[EventFile]) -> list[Start]:
             began = max(began, starts[-1].ended)
         starts.append(_start(name, file_of[name.start], lines_of[name.start], began, follower))
     return starts
+
+
+def _lowest_rank(files: Iterable[EventFile]) -> int:
+    ranks = set()
+    for file in files:
+        for event in file.events:
+            if isinstance(event, TrainerStarted):
+                ranks.add(event.rank)
+    return min(ranks, default=0)
 
 
 def _began(name: TrainerStarted) -> int:
@@ -184,7 +221,7 @@ def _start(
     if follower is not None:
         ended = min(ended, _began(follower))
     ended = max(began, ended)
-    start = Start(trainer_started, file.node, began, ended, how, progress, end)
+    start = Start(trainer_started, began, ended, how, progress, end)
     start.waits = _waits(start)
     step_us = start.step_us
     if follower is not None and how == UNSEEN and step_us:
@@ -230,17 +267,13 @@ def _waits(start: Start) -> Marks:
 
 @dataclass(frozen=True)
 class LevelUse:
-    """The snapshots that nodes stored at a level. Seconds are medians."""
+    """The snapshots that nodes stored at a level."""
 
     snapshots: int = 0
     bytes: int = 0
     """Size of the newest."""
     seconds: float = 0.0
-    """The time from the beginning of a write until it is durable."""
-    checksum_s: float = 0.0
-    """The part of ``seconds`` that checksums took, of all threads together."""
-    read_back_s: float = 0.0
-    """The seconds to read back after the write; 0: not read back."""
+    """The time from the beginning of a write until it is committed and read back: the median."""
     failures: int = 0
 
 
@@ -258,23 +291,17 @@ def _level(events: Sequence[Stored | LevelFailed]) -> LevelUse:
     failures = 0
     size_bytes = 0
     seconds = []
-    checksum_s = []
-    read_back_s = []
     for event in events:
         if isinstance(event, LevelFailed):
             failures += 1
             continue
         size_bytes = event.bytes
         seconds.append(event.seconds)
-        checksum_s.append(event.checksum_s)
-        read_back_s.append(event.read_back_s)
     if not seconds:
         return LevelUse(failures=failures)
     return LevelUse(
         snapshots=len(seconds),
         bytes=size_bytes,
         seconds=median(seconds),
-        checksum_s=median(checksum_s),
-        read_back_s=median(read_back_s),
         failures=failures,
     )

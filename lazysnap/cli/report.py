@@ -6,7 +6,6 @@ The keys of ``--json`` (docs/cli.md) are the complete set of figures: the screen
 import argparse
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from operator import itemgetter
@@ -15,14 +14,13 @@ from typing import Any
 from rich.filesize import decimal
 
 from lazysnap.cli.goodput import CLASSES, Account, Interruption, account
-from lazysnap.cli.history import GOODBYE, UNSEEN, levels_of, ranks_in, value_at
-from lazysnap.cli.inspecting import open_existing
+from lazysnap.cli.history import GOODBYE, UNSEEN, LevelUse, levels_of, read_run, value_at
 from lazysnap.cli.output import Output, count_of, percent, when
 from lazysnap.cli.survival import OTHER_NODES, source_text
 from lazysnap.console import duration
-from lazysnap.errors import ConfigError, LevelError, SnapshotNotFound
-from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted, read
-from lazysnap.resolver import MEMORY
+from lazysnap.errors import ConfigError, LevelError
+from lazysnap.events import Alert, Event, EventFile, LevelFailed, Preempted
+from lazysnap.resolver import MEMORY, short_id
 
 _BINS = 120
 _BAR_WIDTH = 32
@@ -43,7 +41,7 @@ LABELS = {
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Show the report. Blocks: reads one small file for each node. Raises: LevelError, SnapshotNotFound."""
-    run_id, files = load(args.urls, args.storage_option, args.run)
+    run_id, files = read_run(args.urls, args.storage_option, args.run)
     result = account(files)
     if result is None:
         raise LevelError(f"{' and '.join(args.urls)}: run {run_id} has events, but no training named itself yet")
@@ -66,33 +64,6 @@ def run(args: argparse.Namespace, output: Output) -> int:
         for line in notes(figures):
             output.line(line, "yellow")
     return output.result(**figures)
-
-
-def load(urls: Sequence[str], options: Sequence[tuple[str, Any]], run: str | None) -> tuple[str, list[EventFile]]:
-    """Return a run, by default the newest, and its files of all nodes. Blocks. Raises: LevelError, SnapshotNotFound."""
-    files_of: dict[str, dict[int, EventFile]] = defaultdict(dict)
-    """The newest file of each node, by run."""
-    for url in urls:
-        open_existing(url, options)
-        for file in read(url, dict(options)):
-            of_nodes = files_of[file.run_id]
-            if file.node not in of_nodes or of_nodes[file.node].events[-1].t < file.events[-1].t:
-                of_nodes[file.node] = file
-    runs = sorted(files_of)
-    if run is None:
-        matching = runs[-1:]
-        fault = "no events"
-    else:
-        matching = [run_id for run_id in runs if run_id.startswith(run.lower())]
-        fault = f"events of {len(matching)} runs begin with {run!r}"
-    if len(matching) != 1:
-        known_runs = "no training stored snapshots directly in there"
-        if runs:
-            known_runs = f"the runs there: {', '.join(runs)}"
-        raise SnapshotNotFound(f"{' and '.join(urls)}: {fault}; {known_runs}. Events are in the first level of a job")
-    run_id = matching[0]
-    by_node = sorted(files_of[run_id].items())
-    return run_id, [file for _, file in by_node]
 
 
 def write_file(path: str, text: str) -> None:
@@ -134,21 +105,16 @@ def figures_of(run_id: str, urls: list[str], files: Sequence[EventFile], result:
                 "ended": start.ended / 1e6,
                 "step": start.trainer_started.step,
                 "how": start.how,
-                "pid": start.trainer_started.pid,
-                "node": start.node,
             }
         )
-    places = {}
-    for place in result.newest:
-        places[place] = _place_figures(place, result, over_time)
-    levels = {}
-    for url, level in levels_of(files).items():
-        levels[url] = asdict(level)
+    uses = levels_of(files)
+    sources = {}
+    for source in dict.fromkeys([*result.newest, *uses]):
+        sources[source] = _source_figures(source, uses.get(source), result, over_time)
     return {
         "url": urls,
         "run_id": run_id,
         "rank": result.starts[0].trainer_started.rank,
-        "ranks": ranks_in(files),
         "world_size": last_start.trainer_started.world_size,
         "nodes": [file.node for file in files],
         "began": result.began / 1e6,
@@ -158,28 +124,26 @@ def figures_of(run_id: str, urls: list[str], files: Sequence[EventFile], result:
         "wall_s": result.wall / 1e6,
         "goodput": result.goodput,
         "step": result.reached,
-        "every_n_steps": last_start.every,
         "classes_s": classes_s,
         "spans": spans,
         "starts": starts,
         "interruptions": [_interruption_figures(interruption) for interruption in result.interruptions],
-        "places": places,
-        "levels": levels,
+        "sources": sources,
         "over_time": over_time,
         "notes": _note_figures(files),
     }
 
 
 def _over_time(result: Account) -> list[dict[str, Any]]:
-    """Return step, share of time waited, and the lag of each place, at equal intervals."""
+    """Return step, share of time waited, and the lag of each source, at equal intervals."""
     points = []
     begin = result.began
     for number in range(1, _BINS + 1):
         end = result.began + result.wall * number // _BINS
         waited = (value_at(result.waits, end) - value_at(result.waits, begin)) / max(1, end - begin)
         behind = {}
-        for place in result.newest:
-            behind[place] = result.behind(place, end)
+        for source in result.newest:
+            behind[source] = result.behind(source, end)
         points.append({"t": end / 1e6, "step": result.step_at(end), "waited": min(1.0, waited), "behind": behind})
         begin = end
     return points
@@ -204,20 +168,26 @@ def _interruption_figures(interruption: Interruption) -> dict[str, Any]:
     }
 
 
-def _place_figures(place: str, result: Account, over_time: list[dict[str, Any]]) -> dict[str, Any]:
-    behind = []
+def _source_figures(
+    source: str, use: LevelUse | None, result: Account, over_time: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the figures of memory, the memory of other nodes, or a level. ``use``: of a level that was written to."""
+    keys = ("newest_step", "behind", "behind_mean", "behind_most", "snapshots", "bytes", "seconds", "failures")
+    figures: dict[str, Any] = dict.fromkeys(keys)
+    if source in result.newest:
+        figures["newest_step"] = result.newest[source][-1][1]
+        figures["behind"] = result.behind(source, result.ended)
+    lags = []
     for point in over_time:
-        if point["behind"][place] is not None:
-            behind.append(point["behind"][place])
-    mean = None
-    if behind:
-        mean = sum(behind) / len(behind)
-    return {
-        "newest_step": result.newest[place][-1][1],
-        "behind": result.behind(place, result.ended),
-        "behind_mean": mean,
-        "behind_most": max(behind, default=None),
-    }
+        lag = point["behind"].get(source)
+        if lag is not None:
+            lags.append(lag)
+    if lags:
+        figures["behind_mean"] = sum(lags) / len(lags)
+        figures["behind_most"] = max(lags)
+    if use is not None:
+        figures |= asdict(use)
+    return figures
 
 
 def _note_figures(files: Sequence[EventFile]) -> list[dict[str, Any]]:
@@ -262,7 +232,7 @@ def heading(figures: dict[str, Any]) -> Iterator[str]:
         f"{count_of(len(figures['starts']), 'start')}, {count_of(figures['world_size'], 'rank')}, "
         f"{count_of(len(figures['nodes']), 'node')}, step {figures['step']} reached"
     )
-    yield f"run {figures['run_id'][:8]} at {' and '.join(figures['url'])}: {counts}"
+    yield f"run {short_id(figures['run_id'])} at {' and '.join(figures['url'])}: {counts}"
     began = when(int(figures["began"] * 1e9))
     ended = when(int(figures["ended"] * 1e9))
     wall = length(figures["wall_s"])
@@ -302,10 +272,9 @@ def tables(figures: dict[str, Any]) -> Iterator[TableRows]:
     if interruptions:
         columns = ["interrupted at", "end", "step>", "resumed", "lost>", "new step after>"]
         yield TableRows(columns, [_interruption_row(row, figures) for row in interruptions[-_SHOWN:]])
-    places = dict.fromkeys([*figures["places"], *figures["levels"]])
-    if places:
+    if figures["sources"]:
         columns = ["complete at<", "newest>", "behind>", "mean>", "most>", "stored>", "size>", "write>", "failed>"]
-        yield TableRows(columns, [_place_row(place, figures) for place in places])
+        yield TableRows(columns, [_source_row(source, facts) for source, facts in figures["sources"].items()])
 
 
 def _interruption_row(interruption: dict[str, Any], figures: dict[str, Any]) -> Sequence[str]:
@@ -316,7 +285,7 @@ def _interruption_row(interruption: dict[str, Any], figures: dict[str, Any]) -> 
     if interruption["resumed_step"] is not None:
         resumed = str(interruption["resumed_step"])
         if interruption["source"]:
-            levels = figures["places"].keys() - {MEMORY, OTHER_NODES}
+            levels = figures["sources"].keys() - {MEMORY, OTHER_NODES}
             resumed += f" from {source_text(interruption['source'], levels)}"
     new_step_after = "none yet"
     if interruption["new_step_after_s"] is not None:
@@ -325,22 +294,15 @@ def _interruption_row(interruption: dict[str, Any], figures: dict[str, Any]) -> 
     return at, end, str(interruption["step"]), resumed, count_of(interruption["lost_steps"], "step"), new_step_after
 
 
-def _place_row(place: str, figures: dict[str, Any]) -> Sequence[str]:
-    row = [place, "none", "", "", ""]
-    facts = figures["places"].get(place)
-    if facts is not None:
-        row = [place, _text(facts["newest_step"]) or "none", _text(facts["behind"]), "", _text(facts["behind_most"])]
-        if facts["behind_mean"] is not None:
-            row[3] = f"{facts['behind_mean']:.1f}"
-    level = figures["levels"].get(place)
-    if level is None or not level["snapshots"]:
-        row += ["", "", ""]
+def _source_row(source: str, facts: dict[str, Any]) -> Sequence[str]:
+    row = [source, _text(facts["newest_step"]) or "none", _text(facts["behind"]), "", _text(facts["behind_most"])]
+    if facts["behind_mean"] is not None:
+        row[3] = f"{facts['behind_mean']:.1f}"
+    if facts["snapshots"]:
+        row += [str(facts["snapshots"]), decimal(facts["bytes"]), duration(facts["seconds"])]
     else:
-        row += [str(level["snapshots"]), decimal(level["bytes"]), duration(level["seconds"])]
-    failures = ""
-    if level is not None and level["failures"]:
-        failures = str(level["failures"])
-    return [*row, failures]
+        row += ["", "", ""]
+    return [*row, str(facts["failures"] or "")]
 
 
 def _text(number: int | None) -> str:

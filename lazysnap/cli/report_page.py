@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from lazysnap.cli.report import LABELS, TableRows, heading, length, notes, tables
+from lazysnap.resolver import short_id
 
 _WIDTH = 960
 _LEFT = 70
@@ -50,7 +51,7 @@ def page(figures: dict[str, Any]) -> str:
         body.append(f"<h2>notes</h2><p>{'<br>'.join(lines)}</p>")
     return (
         "<!doctype html><!-- lazysnap report --><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>lazysnap: run {escape(figures['run_id'][:8])}</title><style>{_STYLE}</style></head>"
+        f"<title>lazysnap: run {escape(short_id(figures['run_id']))}</title><style>{_STYLE}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
 
@@ -112,8 +113,8 @@ def _charts(figures: dict[str, Any]) -> Iterator[str]:
         if point["step"] is not None:
             waited_percent = 100 * point["waited"]
         waited.append(waited_percent)
-        for place in figures["places"]:
-            behind[place].append(point["behind"][place])
+        for source, lag in point["behind"].items():
+            behind[source].append(lag)
     yield _chart("step reached", {"step": steps}, figures)
     yield _chart("how many steps the newest complete one is behind", behind, figures)
     yield _chart("time waited for copies, %", {"waiting": waited}, figures)

@@ -19,11 +19,11 @@ from rich.filesize import decimal
 
 from lazysnap.cli.keepers import KeeperAnswer, KeeperProcess, ask, identities, of_this_node
 from lazysnap.cli.output import OK, Output, count_of, seconds_text
-from lazysnap.cli.survival import ALIVE, source_text, survival
+from lazysnap.cli.survival import source_text, survival
 from lazysnap.console import duration
 from lazysnap.errors import ConfigError
 from lazysnap.keeper.questions import LevelFacts, NodeState, RankState
-from lazysnap.resolver import MEMORY
+from lazysnap.resolver import MEMORY, short_id
 
 _ANSWER_S = 2.0
 
@@ -126,7 +126,7 @@ def _rank_figures(rank: RankState) -> dict[str, Any]:
         ended_age_s = _age_s(rank.end.ended_ns)
     figures: dict[str, Any] = {
         "rank": rank.rank,
-        "training": rank.phase in ALIVE,
+        "training": rank.is_training,
         "pid": rank.pid,
         "process_age_s": max(0.0, time.time() - rank.since_s),
         "ended_age_s": ended_age_s,
@@ -153,7 +153,7 @@ def _rank_figures(rank: RankState) -> dict[str, Any]:
 def steps_per_s(rank: RankState) -> float | None:
     """Return the rate between the captures in memory; ``None``: unknown. Pure."""
     captures = [capture for capture in rank.captures if capture.taken_ns]
-    if len(captures) < 2 or rank.phase not in ALIVE:
+    if len(captures) < 2 or not rank.is_training:
         return None
     first = captures[0]
     last = captures[-1]
@@ -172,7 +172,7 @@ def _problems(state: NodeState) -> list[str]:
     """Return texts for the problems of a job. Pure."""
     problems = []
     for rank in state.ranks:
-        if rank.phase in ALIVE and not rank.slots:
+        if rank.is_training and not rank.slots:
             problems.append("a rank has no slots in memory: nothing of it is captured now")
             break
     for level in state.levels:
@@ -255,7 +255,7 @@ def _job(job: dict[str, Any], output: Output) -> Iterator[RenderableType]:
         where = ""
         if job["nodes"] > 1:
             where = f"node {job['node']} of {job['nodes']}, "
-        yield output.cell(f"run {job['run_id'][:8]}, {where}keeper {job['keeper']}")
+        yield output.cell(f"run {short_id(job['run_id'])}, {where}keeper {job['keeper']}")
         yield output.cell(_life(job["ranks"]))
     elif job["answers"]:
         yield output.cell(f"keeper {job['keeper']} waits for a training to begin")

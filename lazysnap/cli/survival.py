@@ -11,8 +11,6 @@ from lazysnap.keeper.questions import LevelFacts, NodeState
 from lazysnap.resolver import MEMORY
 
 OTHER_NODES = "memory of other nodes"
-ALIVE = ("attached", "away")
-"""Phases of a rank whose trainer lives."""
 _MOST_OF_SOURCE = 20
 """Maximum characters of a URL within other text."""
 _NETWORK = ("nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "virtiofs")
@@ -52,7 +50,7 @@ def survival(state: NodeState) -> dict[str, Survival]:
     if in_memory.step is None:
         in_memory = stored
     without_keeper = stored
-    if any(rank.phase in ALIVE for rank in state.ranks):
+    if any(rank.is_training for rank in state.ranks):
         without_keeper = in_memory  # the trainers hold the memory, too
     return {
         "process": Survival(in_memory),

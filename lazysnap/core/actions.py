@@ -111,9 +111,7 @@ class StepStored(TaskEnded):
     written_bytes: int = 0
     """Bytes of the file, without an existing base; 0 if it was committed already."""
     seconds: float = 0.0
-    """Seconds until it was committed."""
-    checksum_s: float = 0.0
-    read_back_s: float = 0.0
+    """Seconds from the beginning of the write to the end of the reading back."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from typing import Any
 
 from msgspec import Struct
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Incremented with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report``
 and ``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
 """

@@ -408,7 +408,7 @@ class SnapshotEngine:
             if not math.isfinite(loss):
                 engine.rollback(reason="the loss is not finite")
 
-        The step in progress is the one after the last boundary: called in place of ``boundary(20)``, this gives step
+        The step in progress is the one after the last boundary: called instead of ``boundary(20)``, this gives step
         19. The state comes from memory, else from storage; gradients are cleared. Data loaders keep their position, so
         the batches since then are skipped. Snapshots with NaN in trained weights or optimizer state are not used.
 

@@ -55,7 +55,7 @@ class Protection:
     def what_is_lost(self) -> str:
         """Return, for a message, what a crash loses while memory is unavailable."""
         newest = max(self._statistics.last_durable_step.values(), default=None)
-        since = "the start of this training"
+        since = "the beginning of this training"
         if newest is not None:
             since = f"step {newest}, the newest one on storage"
         return f"nothing is captured, so nothing is stored: a crash loses every step since {since}"

@@ -9,11 +9,9 @@ from rich.filesize import decimal
 from lazysnap.config import PersistentLevel, SnapshotConfig, due_every
 from lazysnap.console import duration
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
-from lazysnap.resolver import MEMORY, PARITY
+from lazysnap.resolver import MEMORY, PARITY, short_id
 from lazysnap.restore.snapshot import Absence, Snapshot
 
-RUN_DIGITS = 8
-"""Digits of a run id in messages. Commands accept the first digits of an id."""
 _MOST_STEPS = 5
 _LONGEST_TEXT = 200
 """Shown characters of an exception's message."""
@@ -162,7 +160,7 @@ def from_checkpoint(path: str) -> str:
 
 
 def _run(snapshot: Snapshot) -> str:
-    return snapshot.run or snapshot.run_id[:RUN_DIGITS]
+    return snapshot.run or short_id(snapshot.run_id)
 
 
 def source_of(snapshot: Snapshot) -> str:
@@ -304,7 +302,7 @@ def _untrained(resumed: Resumed, end: EndFacts) -> list[str]:
     if end.is_finished:
         line = f"step {resumed.step}, which was resumed, is the last step of this training"
     else:
-        line = f"this start passed no step boundary after step {resumed.step}, which was resumed"
+        line = f"no step was trained after step {resumed.step}, which was resumed"
     if resumed.in_memory and not resumed.only_in_memory and end.ending is EndKind.LINGERING:
         line += f"; {_fate(end)}"
     return [line]

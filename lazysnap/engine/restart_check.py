@@ -88,7 +88,10 @@ class Difference:
             return "a batch that the program holds or draws ahead, or data and random numbers that no snapshot has"
         if self.ratios and max(self.ratios) <= _ROUNDING:
             return "kernels that are not deterministic (torch.use_deterministic_algorithms)"
-        return "a batch that the program holds, or an object that trains and is not part of the state"
+        return (
+            "data that are not the same at each start, a batch that the program holds, or an object that trains and is "
+            "not part of the state"
+        )
 
 
 class RestartCheck:

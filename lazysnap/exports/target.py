@@ -131,7 +131,7 @@ def parents_made(path: str) -> Iterator[None]:
         missing.append(parent)
         parent = os.path.dirname(parent)
     if not os.path.isdir(parent):
-        raise ConfigError(f"{parent} is not a directory, so nothing can be written below it: choose another place")
+        raise ConfigError(f"{parent} is not a directory, so nothing can be written below it: choose another path")
     try:
         for directory in reversed(missing):
             os.mkdir(directory)
@@ -148,7 +148,7 @@ def check_outside(path: str) -> None:
     """Raises: ConfigError, if a path is in a snapshot of a level."""
     names = path.split(os.sep)
     if any(map(is_directory_of_ours, names)):
-        raise ConfigError(f"{path} lies in a snapshot of a level, which is not changed: choose another place")
+        raise ConfigError(f"{path} lies in a snapshot of a level, which is not changed: choose another path")
 
 
 def _foreign(path: str) -> str:

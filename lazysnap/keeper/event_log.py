@@ -8,8 +8,6 @@ import contextlib
 import functools
 import logging
 import os
-import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -43,8 +41,6 @@ _SHARE = 1000
 _REMEMBERED = 64
 """Maximum stored snapshots per level that are remembered until they are complete."""
 _CLOSE_S = 5.0
-# Not imported: the package itself may import torch.
-_VERSION: str = sys.modules["lazysnap"].__version__
 
 
 def _guarded(work: Callable[P, None]) -> Callable[P, None]:
@@ -102,7 +98,6 @@ class _Trainer:
     start: int
     rank: int
     """Its number among all ranks."""
-    pid: int
     step: int
     """The newest recorded step; at first the resumed one."""
     began_s: float
@@ -178,15 +173,7 @@ class EventLog:
         if settings.node > 0 and not is_path(first.url):
             return  # only node 0 writes the file of a level at a URL
         self._file = EventFileWriter(first, settings.run, settings.node)
-        started = events.KeeperStarted(
-            t=time.time(),
-            pid=os.getpid(),
-            host=socket.gethostname(),
-            node=settings.node,
-            nodes=settings.num_nodes,
-            version=_VERSION,
-        )
-        self._file.add(started)
+        self._file.add(events.KeeperStarted(t=time.time(), nodes=settings.num_nodes))
 
     # Trainers
 
@@ -240,7 +227,6 @@ class EventLog:
         ended = events.TrainerEnded(
             t=now,
             rank=trainer.rank,
-            pid=trainer.pid,
             start=_text_of(trainer.start),
             step=trainer.step,
             how=_HOW_ENDED[farewell],
@@ -259,14 +245,13 @@ class EventLog:
         if state.job.run != self._settings.run or (trainer is not None and trainer.start == state.start):
             return
         number = state.job.ranks[rank.number]
-        self._trainers[rank.number] = _Trainer(state.start, number, rank.pid, state.step, now)
+        self._trainers[rank.number] = _Trainer(state.start, number, state.step, now)
         source = None
         if state.source:
             source = self._text(state.source)
         started = events.TrainerStarted(
             t=now,
             rank=number,
-            pid=rank.pid,
             start=_text_of(state.start),
             step=max(0, state.step),
             world_size=state.job.world_size,
@@ -305,8 +290,6 @@ class EventLog:
                 step=key.step,
                 bytes=event.written_bytes,
                 seconds=event.seconds,
-                checksum_s=event.checksum_s,
-                read_back_s=event.read_back_s,
             )
             self._add(stored)
 
@@ -344,7 +327,7 @@ class EventLog:
 
     def _note_complete(self, url: str, notes: LevelHistory, state: LevelState, now: float) -> None:
         starts = {trainer.start for trainer in self._trainers.values()}
-        steps: dict[int, list[int]] = {}
+        new_steps = []
         for key in sorted(state.complete):
             # A listing also shows snapshots that were complete before this keeper or this start.
             is_own = key in notes.stored
@@ -352,18 +335,18 @@ class EventLog:
                 notes.note_complete(key, now)
             if key not in notes.complete and (is_own or key.start in starts):
                 notes.complete.add(key)
-                steps.setdefault(key.start, []).append(key.step)
+                new_steps.append(key.step)
         notes.complete.intersection_update(state.complete)
-        for start, new_steps in steps.items():
-            self._add(events.Complete(t=now, level=self._text(url), steps=new_steps, start=_text_of(start)))
+        if new_steps:
+            self._add(events.Complete(t=now, level=self._text(url), steps=new_steps))
 
     def _note_protected(self, protected: StepKey | None, now: float) -> None:
         before = self._protected
         self._protected = protected
         if protected is not None and protected != before:
-            self._add(events.Protected(t=now, step=protected.step, start=_text_of(protected.start)))
+            self._add(events.Protected(t=now, step=protected.step))
         elif protected is None and before is not None:
-            self._add(events.Protected(t=now, step=None, start=_text_of(before.start)))
+            self._add(events.Protected(t=now, step=None))
 
     # The file
 
@@ -403,7 +386,7 @@ def _progress_of(rank: Rank, trainer: _Trainer, slots: NodeSlots, now: float) ->
     views = _views_of(rank, trainer.start)
     step = reached_step(views)
     state = rank.state
-    if step is None or state is None or state.job is None:
+    if step is None or state is None:
         return None
     captured_step = -1
     taken_ns = 0
@@ -420,7 +403,6 @@ def _progress_of(rank: Rank, trainer: _Trainer, slots: NodeSlots, now: float) ->
         rank=trainer.rank,
         start=_text_of(trainer.start),
         step=step,
-        every=state.job.capture_every_n_steps,
         waited_s=state.waited_s,
         captured=captured_step,
         taken=taken_ns / 1e9,

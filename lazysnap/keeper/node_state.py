@@ -63,7 +63,6 @@ def node_state(
         run_id=settings.run,
         node=settings.node,
         nodes=settings.num_nodes,
-        every_n_steps=settings.capture_every_n_steps,
         common_step=_step_of(common),
         protected=_step_of(job.protected),
         may_lose=may_lose,
@@ -98,7 +97,7 @@ def _rank_state(core: Core, job: JobCore, rank: Rank, slots: Mapping[int, Slot],
     _, since_s = log.processes.get(rank.number, (rank.pid, 0.0))
     return RankState(
         rank=_number_in_job(job, rank),
-        phase=rank.presence.value,
+        is_training=rank.presence in (Presence.ATTACHED, Presence.AWAY),
         pid=rank.pid,
         since_s=since_s,
         lingers_s=_lingers_s(core, rank),

@@ -92,7 +92,7 @@ class KeeperSources:
 
         def check() -> None:
             if self._store.find(subject.start, subject.step) is not parity:
-                raise CaptureAborted(f"parity of step {subject.step} was released")
+                raise CaptureAborted(f"parity of step {subject.step} was freed")
 
         return OpenedSource(MemorySource(file, len(file)), parity.identity, check)
 

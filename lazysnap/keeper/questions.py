@@ -96,8 +96,8 @@ class RankState(Struct, frozen=True):
     """One rank of the node."""
 
     rank: int
-    phase: str
-    """Presence of its trainer: see ``core.ranks``."""
+    is_training: bool
+    """True if its trainer lives, as far as is known."""
     pid: int
     """The process that trains it, or the last one."""
     since_s: float
@@ -128,7 +128,7 @@ class LevelFacts(Struct, frozen=True):
     complete_ns: int | None
     """Unix time when that became complete, if this keeper observed it."""
     bytes_per_s: float | None
-    """The rate of the last write."""
+    """The rate of the last write, with its reading back."""
     storing: int | None
     """The step that is being stored."""
     moved_bytes: int
@@ -147,7 +147,6 @@ class NodeState(Struct, frozen=True):
     run_id: str
     node: int
     nodes: int
-    every_n_steps: int
     common_step: int | None
     """The newest step that all ranks of the node hold whole."""
     protected: int | None

@@ -160,27 +160,16 @@ def _write(task: WriteLevel, files: LevelFiles, slots: NodeSlots, control: TaskC
     else:
         faults.point("keeper.persist.copy")
         manifest = _copy(task, files, files.faster[task.source], storage, control)
-    seconds = time.monotonic() - began
     written_bytes = manifest.written_bytes
-    logger.info("step %d committed to %s: %d bytes in %.2f s", task.key.step, files.url, written_bytes, seconds)
+    commit_s = time.monotonic() - began
+    logger.info("step %d committed to %s: %d bytes in %.2f s", task.key.step, files.url, written_bytes, commit_s)
     faults.point("keeper.persist.committed")
-    read_back_s = _read_back(task, files, storage, manifest)
+    # A file that was committed already was just verified: ``levels.store.write_unless_committed``.
+    if written_bytes and not storage.checks_writes():
+        files.read_back(storage, task.key, is_base_new=written_bytes == manifest.size_bytes)
     faults.point("keeper.persist.verified")
     files.end_write(task.key)
-    return StepStored(task.number, written_bytes, seconds, manifest.checksums.seconds, read_back_s)
-
-
-def _read_back(task: WriteLevel, files: LevelFiles, storage: Storage, manifest: Manifest) -> float:
-    """Read the file back, unless the storage verifies each part on arrival. Returns: the duration in seconds.
-
-    An already committed file was just verified (``levels.store.write_node_file``).
-    Raises: FormatError, after the snapshot was removed; LevelError.
-    """
-    if storage.checks_writes() or not manifest.written_bytes:
-        return 0.0
-    began = time.monotonic()
-    files.read_back(storage, task.key, is_base_new=manifest.written_bytes == manifest.size_bytes)
-    return time.monotonic() - began
+    return StepStored(task.number, written_bytes, time.monotonic() - began)
 
 
 def open_captures(task: WriteLevel, slots: NodeSlots, beat: Callable[[], None]) -> list[CaptureReader]:

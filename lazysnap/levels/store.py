@@ -134,7 +134,6 @@ class _FileWriter:
         self._progress = progress
         self._digests: dict[int, str] = {}
         """The checksums by the numbers of the blocks."""
-        self._checksum_s: list[float] = []
         self._written_bytes = 0
         self._is_published = False
         """True once an object has its name."""
@@ -171,7 +170,7 @@ class _FileWriter:
 
     def _manifest(self, shards: Sequence[Shard], base: Ranges) -> Manifest:
         digests = tuple(self._digests[index] for index in sorted(self._digests))
-        checksums = Checksums(self._source.size_bytes, BLOCK_BYTES, digests, sum(self._checksum_s))
+        checksums = Checksums(self._source.size_bytes, BLOCK_BYTES, digests)
         return Manifest(self._place.name, tuple(shards), checksums, time.time_ns(), base, self._written_bytes)
 
     # The base
@@ -233,10 +232,7 @@ class _FileWriter:
         block = self._source.view(offset, -(-length // PAGE) * PAGE)
         if len(block) < length:
             raise FormatError(f"{self._place.where}: {len(block)} bytes at {offset}, expected {length}")
-        began = time.perf_counter()
-        checksum = digest(block[:length])
-        self._checksum_s.append(time.perf_counter() - began)
-        return checksum, block
+        return digest(block[:length]), block
 
 
 # ---------------------------------------------------------------- names

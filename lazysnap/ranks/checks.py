@@ -20,7 +20,7 @@ MAY_DIFFER = {
     "levels[].url": "each node may have a disk of its own; ranks of one node must name the same: see check_places",
     "levels[].storage_options": "credentials and endpoints may be a node's own; and secrets are sent nowhere",
     "levels[].max_bytes_per_s": "disks and networks of nodes may differ; a slow rank stores fewer of the same steps",
-    "levels[].timeout_s": "as with max_bytes_per_s; it bounds what one rank waits for at its own place",
+    "levels[].timeout_s": "as with max_bytes_per_s; it bounds what one rank waits for at its own level",
 }
 """Settings that are not compared, with the reason. All others must be the same on all ranks."""
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from lazysnap.errors import SnapshotNotFound
 
 BEST = "best"
-"""Means the best of all snapshots, in place of a step or a name."""
+"""Means the best of all snapshots, instead of a step or a name."""
 _NAME = re.compile(
     r"best-(?P<metric>[A-Za-z0-9._-]+)-(?P<mode>min|max)-(?P<value>-?[0-9]+(?:\.[0-9]+)?(?:e-?[0-9]+)?)-(?P<step>[0-9]+)"
 )

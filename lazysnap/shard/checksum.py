@@ -4,7 +4,7 @@ xxh3-128 runs at about twice the rate of memcpy; CRC32C costs more and protects 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import xxhash
 
@@ -32,8 +32,6 @@ class Checksums:
     size_bytes: int
     block_bytes: int
     blocks: tuple[str, ...]
-    seconds: float = field(default=0.0, compare=False)
-    """The seconds that the computation took, of all threads together, if just computed. Not stored."""
 
     @property
     def whole(self) -> str:

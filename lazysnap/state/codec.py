@@ -378,7 +378,7 @@ _PLAIN = {type(None), bool, str, int, float, *_LEAF_ENCODERS}
 
 
 def decode(encoded: Any, *, tensor: TensorSource) -> Any:
-    """Decode a value; ``tensor(name)`` returns each tensor, or a value in its place.
+    """Decode a value; ``tensor(name)`` returns each tensor, or a value instead.
 
     Raises: FormatError, if it is no encoding, or nested more than ``MAX_STATE_DEPTH`` deep; DecoderError, if a
     registered decoder raises; StateError, if a type is not registered in this process.

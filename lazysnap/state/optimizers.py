@@ -200,7 +200,7 @@ def check_memory_orders(path: str, optimizer: torch.optim.Optimizer, reordered: 
         if id(parameter) in names:
             raise StateError(
                 f"{path}: {names[id(parameter)]} has another memory order than in the snapshot, and "
-                f"{type(optimizer).__qualname__} may ignore strides: it would take values from wrong places. Give the "
+                f"{type(optimizer).__qualname__} may ignore strides: it would take values from wrong offsets. Give the "
                 "model that order before the restore, such as model.to(memory_format=torch.channels_last)"
             )
 

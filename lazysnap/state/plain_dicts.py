@@ -50,7 +50,7 @@ def _pairs(live: Any, saved: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple
 
 
 def _fill(live: Any, saved: Any) -> Any:
-    """Return the new value in place of ``live``: ``live`` itself, filled, or ``saved``."""
+    """Return the value that replaces ``live``: ``live`` itself, filled, or ``saved``."""
     if can_be_filled(live, saved):
         fill(live, saved)
         return live

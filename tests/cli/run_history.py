@@ -57,7 +57,7 @@ class History:
         return EventFile(RUN, 0, tuple(self.events))
 
     def keeper(self):
-        return KeeperStarted(t=self.now, pid=7, host="n0", node=0, nodes=1, version="0")
+        return KeeperStarted(t=self.now, nodes=1)
 
     def live(self, number, life, *, is_last):
         began, name, resumed = self.now, f"{number:04d}", len(self.done)
@@ -68,7 +68,6 @@ class History:
             TrainerStarted(
                 t=self.now,
                 rank=0,
-                pid=100 + number,
                 start=name,
                 step=resumed,
                 world_size=1,
@@ -99,7 +98,7 @@ class History:
         else:
             self.seconds["lost" if life.steps else "restarting" if number else "setup"] += life.partial_s
         if life.how is not None:
-            end = TrainerEnded(t=self.now, rank=0, pid=100 + number, start=name, step=reached, how=life.how)
+            end = TrainerEnded(t=self.now, rank=0, start=name, step=reached, how=life.how)
             self.events.append(end)
         if is_last:
             return
@@ -117,12 +116,11 @@ class History:
                 rank=0,
                 start=name,
                 step=step,
-                every=1,
                 waited_s=waited,
                 captured=step,
                 taken=self.now,
                 copy_s=0.005,
             ),
-            Stored(t=now, level=LEVEL, step=step, bytes=1000, seconds=0.01, checksum_s=0.002, read_back_s=0.03),
-            Complete(t=now, level=LEVEL, steps=[step], start=name),
+            Stored(t=now, level=LEVEL, step=step, bytes=1000, seconds=0.01),
+            Complete(t=now, level=LEVEL, steps=[step]),
         ]

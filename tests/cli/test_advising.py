@@ -76,7 +76,7 @@ class Journal:
 
     def __init__(self, directory, nodes=1):
         self.directory, self.now, self.found = directory, 1000.0, []
-        self.add(events.KeeperStarted, pid=1, host="a", node=0, nodes=nodes, version="1")
+        self.add(events.KeeperStarted, nodes=nodes)
         self.starts = 0
 
     def add(self, kind, **fields):
@@ -90,17 +90,16 @@ class Journal:
         start, began = f"s{self.starts}", self.now + down_s
         self.now = began + own_s
         of = {"rank": 0, "start": start}
-        self.add(events.TrainerStarted, **of, pid=2, step=first, world_size=4, every_n_steps=every, began=began)
+        self.add(events.TrainerStarted, **of, step=first, world_size=4, every_n_steps=every, began=began)
         waited = 0.0
         for step in range(first + 1, last + 1):
             is_due = step % every == 0
             waited += stall_s * is_due
             self.now += step_s + stall_s * is_due
             taken = {"captured": step // every * every, "taken": self.now, "copy_s": 0.5}
-            self.add(events.Progress, **of, step=step, every=every, waited_s=waited, **taken)
-        times = {"seconds": 20.0, "checksum_s": 0.1, "read_back_s": 5.0}
-        self.add(events.Stored, level="/level", step=last, bytes=10**9, **times)
-        self.add(events.TrainerEnded, **of, pid=2, step=last, how="died")
+            self.add(events.Progress, **of, step=step, waited_s=waited, **taken)
+        self.add(events.Stored, level="/level", step=last, bytes=10**9, seconds=20.0)
+        self.add(events.TrainerEnded, **of, step=last, how="died")
 
 
 def test_a_run_is_told_from_what_it_measured(capsys, tmp_path):
@@ -146,10 +145,16 @@ def test_a_run_that_is_too_young_to_say_is_told_so(capsys, tmp_path):
     assert told["snapshots"]["/level"]["lost_s"] > 60
 
 
-def test_a_level_without_events_is_told_so(capsys, tmp_path):
-    code, told = run_json(capsys, "advise", str(tmp_path))
-    assert (code, told["ok"]) == (1, False)
-    assert run("advise", str(tmp_path)) == 1
-    assert "no file of events" in capsys.readouterr().err
-    assert run("advise", str(tmp_path / "misspelt")) == 2
+@pytest.mark.parametrize("command", ["advise", "report"])
+def test_a_level_without_events_is_an_error_that_says_what_to_name(capsys, tmp_path, command):
+    assert run(command, str(tmp_path)) == 2
+    assert "name the first level of a job" in capsys.readouterr().err
+    assert run(command, str(tmp_path / "misspelt")) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+def test_of_a_model_alone_no_empty_table_is_shown(capsys):
+    assert run("advise", "--params", "7b") == 0
+    assert "lost per failure" not in capsys.readouterr().out
+    assert run("advise", "--params", "7b", "--persist", "30s") == 0
+    assert "lost per failure" in capsys.readouterr().out

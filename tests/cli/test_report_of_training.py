@@ -14,7 +14,7 @@ from support.keepers import keeper_of, stopped
 from support.waiting import until
 
 from lazysnap import PersistentLevel, SnapshotConfig, SnapshotEngine
-from lazysnap.events import Progress, Stored, read
+from lazysnap.events import Progress, Stored, TrainerStarted, read
 from lazysnap.keeper.identity import JobIdentity
 
 PROGRAM = Path(__file__).parent / "timed_trainer.py"
@@ -121,7 +121,7 @@ def test_the_report_agrees_with_a_stopwatch(zygote, url, tmp_path, capsys, stops
 
 
 @pytest.mark.slow
-def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_of_captures(url, capsys, stops):
+def test_a_run_names_the_time_of_a_write_and_the_interval_of_captures(url, capsys, stops):
     model = torch.nn.Linear(1000, 1000)
     level = PersistentLevel(url, every_n_steps=1)
     engine = SnapshotEngine(SnapshotConfig(every_n_steps=3, levels=(level,)), {"model": model})
@@ -135,11 +135,7 @@ def test_a_run_names_what_checksums_and_reading_back_took_and_the_interval_of_ca
         return [one for file in read(url) for one in file.events if isinstance(one, kind)]
 
     until(lambda: all(any(one.step == 39 for one in told(kind)) for kind in (Stored, Progress)))
-    for one in told(Stored):
-        assert 0 < one.checksum_s < one.seconds  # one block, so one thread
-        assert one.read_back_s > 0
-    passed = told(Progress)
-    assert (passed[-1].step, passed[-1].every) == (39, 3)
+    assert all(one.seconds > 0 for one in told(Stored))
+    assert [start.every_n_steps for start in told(TrainerStarted)] == [3]
     found = run_json(capsys, "report", url)[1]
-    assert found["every_n_steps"] == 3
-    assert found["levels"][url]["read_back_s"] > 0
+    assert found["sources"][url]["seconds"] > 0

@@ -63,7 +63,7 @@ def test_json_has_the_same_and_the_classes_sum_up_to_the_wall_time(url, history,
 
 def test_an_older_step_that_is_completed_last_is_not_the_newest(url, history, capsys):
     newest = run_json(capsys, "report", url)[1]["over_time"][-1]["behind"][LEVEL]
-    late = Complete(t=history.events[-1].t - 0.01, level=LEVEL, steps=[1], start="0000")
+    late = Complete(t=history.events[-1].t - 0.01, level=LEVEL, steps=[1])
     write(url, sorted([*history.events, late], key=lambda event: event.t))
 
     assert run_json(capsys, "report", url)[1]["over_time"][-1]["behind"][LEVEL] == newest
@@ -76,7 +76,7 @@ def test_runs_are_chosen_and_nodes_are_put_together(url, tmp_path, capsys):
     other = str(tmp_path / "other")
     write(url, History(LIVES).events)
     write(url, older, run_id="00" * 8)
-    write(other, [TrainerEnded(t=BEGAN, rank=1, pid=1, start="x", step=1, how="died")], node=1)
+    write(other, [TrainerEnded(t=BEGAN, rank=1, start="x", step=1, how="died")], node=1)
     write(other, older, node=0)  # an older copy of the same file
     assert run_json(capsys, "report", other, url)[1]["nodes"] == [0, 1]
     assert run_json(capsys, "report", url, other)[1]["step"] == 33
@@ -88,14 +88,12 @@ def test_runs_are_chosen_and_nodes_are_put_together(url, tmp_path, capsys):
 def test_of_a_run_whose_beginning_was_rotated_away_the_report_covers_what_is_there(url, capsys):
     """A file that begins within a start says who trains, as if that had begun then."""
     of = {"rank": 0, "start": "0123456789abcdef"}
-    began = TrainerStarted(t=BEGAN, **of, pid=1, step=500, world_size=1, every_n_steps=1, began=BEGAN)
+    began = TrainerStarted(t=BEGAN, **of, step=500, world_size=1, every_n_steps=1, began=BEGAN)
     lines = [
-        Progress(
-            t=BEGAN + n, **of, step=500 + n, every=1, waited_s=900.0, captured=500 + n, taken=BEGAN + n, copy_s=0.1
-        )
+        Progress(t=BEGAN + n, **of, step=500 + n, waited_s=900.0, captured=500 + n, taken=BEGAN + n, copy_s=0.1)
         for n in range(10, 100)
     ]
-    ended = TrainerEnded(t=BEGAN + 99.5, **of, pid=1, step=599, how="goodbye")
+    ended = TrainerEnded(t=BEGAN + 99.5, **of, step=599, how="goodbye")
     write(url, [began, *lines, ended])
 
     _, told = run_json(capsys, "report", url)

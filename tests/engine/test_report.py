@@ -80,7 +80,7 @@ def test_a_start_that_trains_nothing_says_no_more_than_that_it_passed_no_boundar
     again = job.start(tmp_path, ready=False)
     assert again.engine.restore("latest").step == 2
     assert again.engine.close()
-    assert "this start passed no step boundary after step 2, which was resumed" in caplog.text
+    assert "no step was trained after step 2, which was resumed" in caplog.text
     caplog.clear()
 
     third = job.start(tmp_path, ready=False)

@@ -98,6 +98,7 @@ def test_killed_in_steps_of_a_training_of_any_kind_it_goes_on_exactly(trainings,
 def check_that_nothing_is_left(again, output, whole):
     """A training that is over and started again trains nothing, and ends the same."""
     assert "nothing is left to train" in output
+    assert "raise that limit to continue" in output
     assert "is the last step of this training" in output
     assert not [event for event in again if event[0] in ("batch", "evaluated", "saved")]
     assert again[-1] == whole[-1]

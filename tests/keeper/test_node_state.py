@@ -45,7 +45,7 @@ def test_what_a_trainer_captured_and_a_level_stored_is_told(keeper, trainer):
 
     assert (state.run_id, state.node, state.nodes, state.common_step) == (RUN, 0, 1, 2)
     [rank] = state.ranks
-    assert (rank.rank, rank.phase, rank.pid, rank.reached, rank.waited_s) == (4, "attached", os.getpid(), 2, 0.25)
+    assert (rank.rank, rank.is_training, rank.pid, rank.reached, rank.waited_s) == (4, True, os.getpid(), 2, 0.25)
     assert [capture.step for capture in rank.captures] == [1, 2]
     assert before_ns <= rank.captures[0].taken_ns < rank.captures[1].taken_ns <= time.time_ns()
     assert rank.captures[0].copied_ns == 1_000_000
@@ -89,7 +89,7 @@ def test_after_the_death_of_its_trainer_memory_waits(keeper, trainer):
     state = keeper.state()
 
     [rank] = state.ranks
-    assert rank.phase == "dead"
+    assert not rank.is_training
     assert 0 < rank.lingers_s <= 60
     assert (rank.end.run_id, rank.end.step) == (RUN, 2)
     assert rank.reached == 2

@@ -281,7 +281,7 @@ def test_of_several_ranks_memory_holds_what_all_of_them_hold(job, of_job):
 
 
 LEVEL = LevelFacts("/own", False, 30, None, None, None, 0, 0, 0, False, "", None)
-NODES = NodeState("ab" * 8, 0, 4, 1, 40, 35, 1, 0, [], [LEVEL], [])
+NODES = NodeState("ab" * 8, 0, 4, 40, 35, 1, 0, [], [LEVEL], [])
 """Node 0 of four. Each stores at its own disk; memory of one node may be lost."""
 
 

@@ -160,7 +160,7 @@ class FedKeeper:
         elif isinstance(task, ListLevel):
             ended = Listed(task.number, tuple(StepKey(start, step) for start, step in self.listed))
         elif isinstance(task, WriteLevel):
-            ended = StepStored(task.number, IMAGE_BYTES, seconds=0.5, checksum_s=0.1, read_back_s=0.2)
+            ended = StepStored(task.number, IMAGE_BYTES, seconds=0.5)
         if isinstance(task, WriteLevel):
             key = task.key
         assert not isinstance(task, DeleteFiles) or task.keys

@@ -19,7 +19,7 @@ from lazysnap.state.wrappers import stepping
 
 _REFUSED = {
     "DeepSpeedStrategy": "ModelParallelStrategy (FSDP2) shards as ZeRO 3 does",
-    "FSDPStrategy": "use ModelParallelStrategy (FSDP2), which took its place",
+    "FSDPStrategy": "use ModelParallelStrategy (FSDP2), its successor",
     "XLAStrategy": "XLA devices are not supported",
 }
 """Unsupported strategies, with advice."""

@@ -214,7 +214,10 @@ class TrainingState(ObjectState):
             setting = f"num_train_epochs={arguments.num_train_epochs:g}, {limit} steps"
             if arguments.max_steps > 0:
                 setting = f"max_steps={limit}"
-            return f"this training had ended ({setting}, at step {step})"
+            return (
+                f"this training had ended ({setting}, at step {step}): raise that limit to continue, or begin fresh in "
+                'another directory or without resume_from_checkpoint="latest"'
+            )
         # Any other stop (a signal, a time limit) is an interruption: if its reason remains, it stops again.
         matched, _ = self._matched(parts["callbacks"])
         if any(_has_run_out(exported) for _, exported in matched):

@@ -68,7 +68,7 @@ def _run(act: str, method: str, job: Line) -> Line:
     last_event = "stepped"
     if act == "save":
         last_event = "saved"
-    ranks = list(map(by_event, call_ranks("restarts.rank", job, job["ranks"], **KEEP_HEAP)))
+    ranks = list(map(by_event, call_ranks("restore_methods.rank", job, job["ranks"], **KEEP_HEAP)))
     for events in ranks:
         if last_event not in events:
             raise RuntimeError(f"{act} {method}: no more than {list(map(list, ranks))}")
