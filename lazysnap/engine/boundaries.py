@@ -10,6 +10,7 @@ from lazysnap import faults
 from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.capture.plan import check_kinds, versions_of
+from lazysnap.core.messages import KeeperState
 from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
@@ -246,12 +247,15 @@ class Boundaries:
             if left_s < 0 or not self._recorder.may_retry:
                 break  # ``close`` reports it
             self.prepare()
-            if not self.wait_ready(left_s):
+            # While the keeper is silent, no boundary waits for a slot.
+            if not self._memory.client.wait(self._is_keeper_answering, left_s) or not self.wait_ready(left_s):
                 break
-            time.sleep(0.005)
         self.finish_copies()
         self._recorder.forbid_repeat()
         return self._recorder.last_step == step and not self._captures.has_lost_newest
+
+    def _is_keeper_answering(self, _: KeeperState) -> bool:
+        return not self._memory.client.is_silent
 
     def capture_last(self) -> None:
         """Capture the state of the last boundary, if it was not due or found no slot, unless weights changed since.

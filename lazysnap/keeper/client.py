@@ -108,21 +108,11 @@ class KeeperClient:
         return None
 
     def failure(self) -> str:
-        """Return the reason if no keeper works for this trainer: the search ended, or it is silent; empty if one
-        works.
-        """
+        """Return the reason why the search for a keeper ended; empty if it did not."""
         error = self._link.error
-        if error is not None:
-            return str(error)
-        pid = self.keeper_pid
-        if self.is_silent and pid is not None:
-            return (
-                f"the keeper of this node (process {pid} on {self._identity.node}) does not answer: training and "
-                f"captures into memory continue, but nothing of local rank {self._link.trainer.local_rank} is stored "
-                "until it answers. Look whether the process is stopped or its machine overloaded; if you kill it, "
-                "another one is started and takes over its memory"
-            )
-        return ""
+        if error is None:
+            return ""
+        return str(error)
 
     # States
 
@@ -248,11 +238,11 @@ class KeeperClient:
         self._link.update(with_protected, step)
 
     def keep(self, name: str, step: int) -> None:
-        """Name a step of this start. The name moves from an earlier step."""
+        """Name a step of this start. Earlier snapshots keep that name, too, unless it was released."""
         self._link.update(with_name, name, step)
 
     def release(self, name: str) -> None:
-        """Remove a name at every level."""
+        """Remove a name from all snapshots so far, at every level."""
         self._link.update(without_name, name)
 
     def preempt(self) -> None:
@@ -294,7 +284,10 @@ class KeeperClient:
         """
         answer = self._link.ask(timeout_s)
         if answer is None or answer.memory is None:
-            raise KeeperError(self.failure() or f"the keeper did not report its memory within {timeout_s:g} s")
+            raise KeeperError(
+                self.failure()
+                or f"the keeper (process {self.keeper_pid}) did not report its memory within {timeout_s:g} s"
+            )
         return MemoryInventory.of(answer.memory, {slot.slot_id: slot for slot in self.mapped()})
 
     # The end
