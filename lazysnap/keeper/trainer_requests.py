@@ -6,7 +6,7 @@ it stays small.
 
 from msgspec import structs
 
-from lazysnap.core.messages import KeeperState, NamedStep, StepKey, TrainerState
+from lazysnap.core.messages import KeeperState, NamedStep, StepKey, TrainerState, is_removed
 
 MAX_RELEASED = 16
 """Maximum removed names that are still sent: no answer confirms the removal at every level, and each later keeper
@@ -53,25 +53,26 @@ def with_protected(state: TrainerState, step: int) -> TrainerState:
 
 
 def with_name(state: TrainerState, name: str, step: int) -> TrainerState:
-    """Return the state with a name for a step of this start, instead of an earlier step."""
-    other_names = _other_names(state, name)
+    """Return the state with a name for a step of this start. A pending removal still removes it from older ones."""
     named = NamedStep(name, StepKey(state.start, step))
-    released = _without_text(state.released, name)
-    return structs.replace(state, names=(*other_names, named), released=released)
+    released = []
+    for removal in state.released:
+        if removal.name == name:
+            removal = NamedStep(name, min(removal.key, named.key))
+        released.append(removal)
+    names = (*_other_names(state.names, name), named)
+    return structs.replace(state, names=names, released=tuple(released))
 
 
 def without_name(state: TrainerState, name: str) -> TrainerState:
-    """Return the state that removes a name."""
-    released = (*_without_text(state.released, name), name)
-    return structs.replace(state, names=_other_names(state, name), released=released)
+    """Return the state that removes a name from all snapshots so far."""
+    later_than_all = StepKey(state.start + 1, 0)
+    released = (*_other_names(state.released, name), NamedStep(name, later_than_all))
+    return structs.replace(state, names=_other_names(state.names, name), released=released)
 
 
-def _other_names(state: TrainerState, name: str) -> tuple[NamedStep, ...]:
-    return tuple(named for named in state.names if named.name != name)
-
-
-def _without_text(texts: tuple[str, ...], text: str) -> tuple[str, ...]:
-    return tuple(other for other in texts if other != text)
+def _other_names(names: tuple[NamedStep, ...], name: str) -> tuple[NamedStep, ...]:
+    return tuple(named for named in names if named.name != name)
 
 
 def _is_same_start(state: TrainerState, sent: TrainerState) -> bool:
@@ -133,12 +134,11 @@ def _open_names(state: TrainerState, sent: TrainerState, answer: KeeperState) ->
     return tuple(open_names)
 
 
-def _open_releases(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[str, ...]:
-    present_names = {named.name for named in answer.names}
+def _open_releases(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
     kept_from = len(state.released) - MAX_RELEASED
     open_releases = []
-    for index, name in enumerate(state.released):
-        is_answered = name in sent.released and name not in present_names
+    for index, removal in enumerate(state.released):
+        is_answered = removal in sent.released and not any(is_removed(named, (removal,)) for named in answer.names)
         if index >= kept_from or not is_answered:
-            open_releases.append(name)
+            open_releases.append(removal)
     return tuple(open_releases)

@@ -309,13 +309,10 @@ def test_a_keeper_that_sends_nothing_is_asked_and_found_silent(keeper, make_clie
     question = peer.question()
     assert (question.about, question.number) == ("memory", 0)
     assert client.wait(lambda _: client.is_silent, TIMEOUT_S)
-    assert f"process {PID} on" in client.failure()
-    assert "does not answer: training and captures into memory continue" in client.failure()
     assert client.is_connected
 
     peer.answer(0, None)
     assert client.wait(lambda _: not client.is_silent, TIMEOUT_S)
-    assert client.failure() == ""
 
 
 def test_time_in_which_this_process_itself_was_stopped_does_not_count():
@@ -539,11 +536,12 @@ def test_names_are_given_moved_and_taken_away(client, begun):
     begun.state(lambda state: not state.names)
 
     client.release("best")
-    begun.state(lambda state: state.released == ("best",))
+    begun.state(lambda state: state.released == (NamedStep("best", StepKey(START + 1, 0)),))
     begun.send()
     client.keep("best", 3)
-    state = begun.state(lambda state: state.names)
-    assert (state.names, state.released) == ((NamedStep("best", StepKey(START, 3)),), ())
+    client.keep("best", 4)
+    state = begun.state(lambda state: state.names == (NamedStep("best", StepKey(START, 4)),))
+    assert state.released == (NamedStep("best", StepKey(START, 3)),)
 
 
 def test_names_that_were_taken_away_are_few(client, begun):
@@ -553,7 +551,7 @@ def test_names_that_were_taken_away_are_few(client, begun):
     begun.state(lambda state: len(state.released) == 20)
     begun.send(names=(NamedStep("name 1", StepKey(START, 1)),))
     state = begun.state(lambda state: len(state.released) < 20)
-    assert state.released == ("name 1", *(f"name {number}" for number in range(4, 20)))
+    assert [removal.name for removal in state.released] == [f"name {number}" for number in (1, *range(4, 20))]
 
 
 def test_a_start_forgets_what_was_asked_of_the_one_before(client, begun):
