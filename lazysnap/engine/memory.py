@@ -15,7 +15,6 @@ from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growt
 from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
-from lazysnap.engine.protection import Protection
 from lazysnap.engine.restart_check import RestartCheck
 from lazysnap.engine.statistics import ALL_IN_USE, NO_MEMORY, NO_SLOTS
 from lazysnap.errors import JobBusy, KeeperError
@@ -36,6 +35,8 @@ class Memory:
 
     ``memory.slot_choice`` has the rules. The next request depends on what was requested and refused before, and on the
     memory that training will still take.
+
+    PROTECTED (``unprotected`` is ``None``) -> UNPROTECTED (``follow_keeper``) -> PROTECTED (``report_use``).
     """
 
     def __init__(
@@ -52,7 +53,12 @@ class Memory:
         self.check = RestartCheck(client, messages, source.clocks)
         """Compares two slots after a restart."""
         self.events = KeeperEvents(config, messages, world.rank)
-        self.protection = Protection(messages)
+        self.unprotected: str | None = None
+        """The reason why captures have no memory that outlives this process; ``None`` if they have, or it is not known
+        yet. Stays until the next capture begins.
+        """
+        self._last_cause = ""
+        """The last such reason, for the message at the end."""
         self.group = (1, 0)
         """Number of nodes that protect each other, and of nodes that may be lost."""
         self._spill_dir = spill_dir(config.memory, config.levels)
@@ -203,7 +209,7 @@ class Memory:
     def _await_slots_for(self, image_bytes: int, meta_bytes: int) -> None:
         started_s = time.monotonic()
         while time.monotonic() < started_s + self._config.io_timeout_s:
-            if self.protection.cause is not None or self.client.is_silent:
+            if self.unprotected is not None or self.client.is_silent:
                 break
             time.sleep(0.001)
             self.follow_keeper()
@@ -247,7 +253,7 @@ class Memory:
             refusal = self.client.refusal()
             if refusal is not None:
                 raise refusal
-            self.protection.remind()
+            self.remind()
             return NO_MEMORY
         if self.is_ready:
             return ALL_IN_USE
@@ -268,9 +274,9 @@ class Memory:
         if error is None:
             return
         cause = str(error)
-        if cause != self.protection.cause:
+        if cause != self.unprotected:
             self._next_retry_s = time.monotonic() + self._config.io_timeout_s
-        self.protection.lose(cause, is_reported=self.client.refusal() is not None)
+        self._become_unprotected(cause)
 
     def _refusal(self) -> str:
         """Return why the keeper makes no further slot; empty if it does, or after a smaller request. Hot."""
@@ -308,7 +314,7 @@ class Memory:
     @property
     def is_missing(self) -> bool:
         """True if captures are impossible, because there is no memory of a keeper. Hot."""
-        return self.protection.cause is not None and not self.are_enough
+        return self.unprotected is not None and not self.are_enough
 
     def retry(self) -> None:
         """Connect to a keeper again and request memory, once in ``io_timeout_s``. Does not block."""
@@ -364,7 +370,7 @@ class Memory:
             per_rank = " per rank"
         taken = decimal(self.needed * self._bytes_each(image_bytes))
         available = decimal(available_bytes)
-        if self.protection.cause is not None:
+        if self.unprotected is not None:
             use = f"no memory: {self.needed} copies would take {taken}{per_rank}"
         elif any(slot.is_file for slot in slots):
             use = f"uses {taken} in files in {self._spill_dir}{per_rank} ({self.needed} copies)"
@@ -387,7 +393,40 @@ class Memory:
         return slot_bytes(meta_bytes, image_bytes)
 
     def report_use(self, slot: TrainerSlot) -> None:
-        """Report, after a capture began in that slot, that there is memory again, and whether it is a file."""
-        self.protection.regain()
+        """Become PROTECTED: a capture began in that slot. Reports whether it is a file."""
+        self.unprotected = None
+        self._messages.tell_over(MessageKind.NO_MEMORY)
         if slot.is_file:
             self._messages.tell(MessageKind.FILES, directory=self._spill_dir)
+
+    def _become_unprotected(self, cause: str) -> None:
+        """Warn, unless training ends with an error that contains the cause."""
+        is_new = self.unprotected is None
+        self.unprotected = cause
+        self._last_cause = cause
+        if is_new and self.client.refusal() is None:
+            self._messages.tell(MessageKind.NO_MEMORY, text=cause, lost=self.what_is_lost())
+
+    def remind(self) -> None:
+        """Repeat the warning, rarely, while training continues without memory. Called at a boundary."""
+        self._messages.tell_again(MessageKind.NO_MEMORY, text=self.unprotected, lost=self.what_is_lost())
+
+    def sum_up(self) -> None:
+        """Report the steps that were not protected, if any. Called at the end."""
+        count = self._statistics.skipped[NO_MEMORY]
+        if not count:
+            return
+        durable = [f"{url}: step {step}" for url, step in self._statistics.last_durable_step.items()]
+        stored = ", ".join(durable) or "none"
+        plural = "s" * (count != 1)
+        self._messages.tell(
+            MessageKind.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last_cause, stored=stored
+        )
+
+    def what_is_lost(self) -> str:
+        """Return, for a message, what a crash loses while memory is unavailable."""
+        newest = max(self._statistics.last_durable_step.values(), default=None)
+        since = "the start of this training"
+        if newest is not None:
+            since = f"step {newest}, the newest one on storage"
+        return f"nothing is captured, so nothing is stored: a crash loses every step since {since}"

@@ -124,7 +124,7 @@ class Recorder:
     @property
     def may_retry(self) -> bool:
         """True if the last due boundary was skipped because memory is not ready yet."""
-        if self._skipped is None or self.memory.protection.cause is not None:
+        if self._skipped is None or self.memory.unprotected is not None:
             return False
         _, reason = self._skipped
         return reason in (NO_SLOTS, ALL_IN_USE)
@@ -199,7 +199,7 @@ class Recorder:
             # The first boundary must raise for values that no snapshot can hold. With several ranks the walk may be
             # collective, and all ranks call it at the same steps.
             if self.encoded_once and self._world.is_alone:
-                self.memory.protection.remind()
+                self.memory.remind()
                 return NO_MEMORY
         elif self.memory.is_awaited:
             self.memory.start()

@@ -49,7 +49,7 @@ class Shutdown:
                 self._recorder.count_ended()
                 self._recorder.count_preparation()
             self._statistics.last_whole_step = self._memory.newest_held_step()
-            self._statistics.unprotected = self._memory.protection.cause
+            self._statistics.unprotected = self._memory.unprotected
         return self._statistics.copied()
 
     def flush(self, timeout_s: float, progress: ShowStored | None) -> bool:
@@ -90,7 +90,7 @@ class Shutdown:
             self._client.seal()  # memory stays: a step with a name is stored, even if newer ones exist
             durable = not drain or self._drain(progress, is_common=over)
             captured = not drain or self._has_captured_last()
-            self._memory.protection.sum_up()
+            self._memory.sum_up()
         finally:
             self._leave()
             if over:
@@ -189,9 +189,9 @@ class Shutdown:
 
     def _reason(self) -> str:
         """Return the known reason for missing captures, and advice."""
-        protection = self._memory.protection
-        if protection.cause is not None:
-            return f"This training is NOT protected in memory: {protection.cause}; {protection.what_is_lost()}"
+        cause = self._memory.unprotected
+        if cause is not None:
+            return f"This training is NOT protected in memory: {cause}; {self._memory.what_is_lost()}"
         if self._statistics.skipped[NO_SLOTS]:
             return "Its memory was not ready in time (io_timeout_s)"
         return "The messages above say why"
