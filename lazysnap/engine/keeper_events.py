@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from lazysnap.config import SnapshotConfig, due_every
+from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, StepKey
 from lazysnap.engine.messages import MessageKind, Messages
 
@@ -26,20 +26,12 @@ class KeeperEvents:
         self._statistics = messages.statistics
         self._rank = rank
         self._urls = [level.url for level in config.levels]
-        self._due: list[int | None] = []
-        """Steps between due snapshots, by level; ``None`` for a level that stores by time."""
-        for level in config.levels:
-            every = None
-            if level.every_n_steps is not None:
-                every = due_every(level.every_n_steps, config.every_n_steps)
-            self._due.append(every)
         self._state = KeeperState()
         self._pid: int | None = None
         """Process id of the keeper; ``None`` without a keeper."""
         self._is_silent = False
         """True if that keeper is alive but does not answer."""
         self._start = 0
-        self._from_step = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
         """Counted complete steps of this start, by level, in ascending order."""
         self._wanted_names: dict[str, int] = {}
@@ -49,10 +41,9 @@ class KeeperEvents:
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, with the reason."""
 
-    def begin(self, start: int, step: int) -> None:
-        """Begin another start, which resumes at ``step``. Nothing of it is durable yet."""
+    def begin(self, start: int) -> None:
+        """Begin another start. Nothing of it is durable yet."""
         self._start = start
-        self._from_step = step
         self._counted = [[] for _ in self._urls]
         self._wanted_names = {}
         self._released_names = set()
@@ -166,23 +157,11 @@ class KeeperEvents:
         if len(counted) == _REMEMBERED:
             steps = [step for step in steps if step > counted[0]]
         self._counted[index] = sorted([*counted, *steps])[-_REMEMBERED:]
-        url = self._urls[index]
         if steps:
+            url = self._urls[index]
             self._statistics.persisted[url] += len(steps)
-        for step in steps:
-            self._note_durable(url, step, self._due[index])
+            self._statistics.last_durable_step[url] = self._counted[index][-1]
         return steps
-
-    def _note_durable(self, url: str, step: int, due_every_n: int | None) -> None:
-        before = self._from_step
-        if url in self._statistics.last_durable_step:
-            before = self._statistics.last_durable_step[url]
-            if step <= before:
-                return
-        if due_every_n is not None:
-            num_due = (step - 1) // due_every_n - before // due_every_n
-            self._statistics.dropped[url] += max(0, num_due)
-        self._statistics.last_durable_step[url] = step
 
     # ---------------------------------------------------------------- the rest
 

@@ -1,7 +1,6 @@
 """The capture at a boundary: collect the state, plan, choose a slot, begin the copies."""
 
 import logging
-import time
 from collections import Counter
 
 from lazysnap import faults
@@ -60,8 +59,6 @@ class Recorder:
         """The step of the last boundary, or of the snapshot that was resumed."""
         self._skipped: tuple[int | None, str] | None = None
         """The step that was skipped since the newest capture, and the reason."""
-        self._unprepared_since_s: float | None = None
-        """The time since when steps are skipped because memory is being prepared, if they are."""
         self.encoded_once = False
         """True after the first successful capture. Later errors only drop a snapshot."""
         self.is_sealed = False
@@ -250,7 +247,6 @@ class Recorder:
 
     def _count_begun(self, step: int) -> None:
         self._statistics.began += 1
-        self._become_prepared()
         if self._skipped is not None:
             skipped_step, reason = self._skipped
             if skipped_step == step:  # the retry succeeded
@@ -274,25 +270,9 @@ class Recorder:
 
     def skip(self, reason: str) -> None:
         """Count a boundary that began no capture, once, even if it is retried."""
-        if reason != NO_SLOTS:
-            self._become_prepared()
-        elif self._unprepared_since_s is None:
-            self._unprepared_since_s = time.monotonic()
         if self._skipped is None or self._skipped[0] != self.seen_step:
             self._skipped = (self.seen_step, reason)
             self._statistics.skipped[reason] += 1
-
-    def _become_prepared(self) -> None:
-        """End the time of skipped steps: one was captured, or there is another reason."""
-        self.count_preparation()
-        self._unprepared_since_s = None
-
-    def count_preparation(self) -> None:
-        """Count the time until now, if steps are skipped because memory is being prepared."""
-        if self._unprepared_since_s is not None:
-            now_s = time.monotonic()
-            self._statistics.preparation_s += now_s - self._unprepared_since_s
-            self._unprepared_since_s = now_s
 
     def report_sizes(self) -> None:
         """Print the memory of captures, once there is a plan. Blocks, and raises: as ``Memory.report_sizes``."""

@@ -69,10 +69,6 @@ class Run:
         self._messages = recorder.messages
         self._shared = shared
         self.lineage = Lineage()
-        self._from_step = -1
-        """The resumed step; -1 if none was resumed."""
-        self._source = ""
-        """The source from which that step was restored."""
         self.first_start = 0
         """The start that began this run, if this process began it: names of earlier starts belong to another run."""
         self.is_begun = False
@@ -174,7 +170,7 @@ class Run:
         self.continue_from(snapshot, (snapshot.new_run or snapshot).run_id)
         if snapshot.world_size > 1 or not self.restart.world.is_alone:
             self._discard_others(snapshot)
-        self.begin()
+        self.begin(snapshot.step, report.source_of(snapshot))
         self.start_reported = False
         self.tell_start(report.resumed(snapshot, time.time_ns(), position, seconds))
         if snapshot.new_run is not None:
@@ -197,8 +193,6 @@ class Run:
         if run_id != snapshot.run_id:
             self.first_start = self.meta.start_number
         self.recorder.resume(snapshot)
-        self._from_step = snapshot.step
-        self._source = report.source_of(snapshot)
         self.resumed = report.Resumed.of(snapshot, has_levels=bool(self.restart.config.levels))
 
     def tell_start(self, line: str | None = None) -> None:
@@ -212,8 +206,13 @@ class Run:
 
     # ---------------------------------------------------------------- beginning
 
-    def begin(self) -> None:
-        """Let captures belong to this run from now on. Does not block."""
+    def begin(self, step: int = -1, source: str = "") -> None:
+        """Let captures belong to this run from now on. Does not block.
+
+        Args:
+            step: the step from which training continues; -1 at the beginning.
+            source: the source from which that step was restored.
+        """
         self.is_begun = True
         restart = self.restart
         settings = job_settings(
@@ -224,8 +223,8 @@ class Run:
             shared=self._shared,
         )
         start = self.meta.start_number
-        self.recorder.memory.events.begin(start, max(0, self._from_step))
-        self.client.begin_start(settings, start, self._from_step, self._source)
+        self.recorder.memory.events.begin(start)
+        self.client.begin_start(settings, start, step, source)
 
     def begin_once(self) -> None:
         """Print how this training starts, and call ``begin``, unless already done: a second ``begin`` would make the
@@ -244,9 +243,7 @@ class Run:
         self.recorder.begin_again()
         self.meta.follow(None)
         self.resumed = None  # the resumed snapshot does not lead to these
-        self._from_step = max(0, step - 1)
-        self._source = ""
-        self.begin()
+        self.begin(max(0, step - 1))
 
     # ---------------------------------------------------------------- what there is of it
 

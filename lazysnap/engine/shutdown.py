@@ -47,7 +47,6 @@ class Shutdown:
             with self._boundaries.lock:
                 self._memory.follow_keeper()
                 self._recorder.count_ended()
-                self._recorder.count_preparation()
             self._statistics.last_whole_step = self._memory.newest_held_step()
             self._statistics.unprotected = self._memory.unprotected
         return self._statistics.copied()

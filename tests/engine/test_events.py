@@ -25,7 +25,7 @@ class Follower:
         self.now_s = 0.0
         messages = Messages(self.statistics, speaks_for_node=speaks_for_node, clock=lambda: self.now_s)
         self.events = KeeperEvents(config, messages)
-        self.events.begin(START, 0)
+        self.events.begin(START)
         self.level = LevelState()
         self.state = KeeperState(pid=pid, levels=(self.level,))
         self.pid = pid
@@ -106,35 +106,24 @@ def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
     assert all(follower.statistics.level_failures == {"/disk": 1} for follower in ranks)
 
 
-def test_steps_that_were_due_between_two_that_are_stored_count_as_left_out():
+def test_of_stored_steps_all_are_counted_and_the_newest_is_the_newest_in_any_order():
     follower = Follower(every_n_steps=10)
 
-    for step in (10, 30, 33, 40):
+    for step in (10, 30, 40, 33):
         follower.completes(step)
 
     assert follower.statistics.persisted == {"/disk": 4}
-    assert follower.statistics.dropped == {"/disk": 1}
     assert follower.statistics.last_durable_step == {"/disk": 40}
-
-
-def test_a_level_that_stores_by_time_leaves_no_step_out():
-    follower = Follower(every_s=5.0)
-
-    follower.completes(3)
-    follower.completes(90)
-
-    assert follower.statistics.persisted == {"/disk": 2}
-    assert follower.statistics.dropped == {}
 
 
 def test_after_going_back_only_what_comes_behind_that_step_counts():
     follower = Follower(every_n_steps=1)
     follower.completes(9)
 
-    follower.events.begin(START + 1, 4)
+    follower.events.begin(START + 1)
     follower.completes(6, start=START + 1)
 
-    assert follower.statistics.dropped == {"/disk": 8 + 1}
+    assert follower.statistics.persisted == {"/disk": 2}
     assert follower.statistics.last_durable_step == {"/disk": 6}
 
 
