@@ -80,7 +80,7 @@ class KeeperClient:
     @property
     def is_connected(self) -> bool:
         """True if a keeper is connected."""
-        return self._link.doorbell is not None
+        return self._link.node_page is not None
 
     @property
     def was_connected(self) -> bool:
@@ -90,10 +90,9 @@ class KeeperClient:
     @property
     def keeper_pid(self) -> int | None:
         """The process of the connected keeper."""
-        doorbell = self._link.doorbell
-        if doorbell is None:
+        if not self.is_connected:
             return None
-        return doorbell.keeper_pid
+        return self.state.pid
 
     @property
     def is_silent(self) -> bool:
@@ -152,7 +151,7 @@ class KeeperClient:
 
         Empty before this start was sent: if this process died, the keeper could not store a capture.
         """
-        if self._link.doorbell is None or not self._link.is_start_sent:
+        if not self.is_connected or not self._link.is_start_sent:
             return ()
         kept = self._link.state.slots
         return tuple(slot for slot in self._link.slots.ready if slot.slot_id in kept)
@@ -180,9 +179,9 @@ class KeeperClient:
 
     def wake(self, step: int) -> None:
         """Wake the keeper if it awaits the capture of ``step``, whose words were stored before this call. Hot."""
-        doorbell = self._link.doorbell
-        if doorbell is not None:
-            doorbell.ring(step)
+        node_page = self._link.node_page
+        if node_page is not None:
+            node_page.wake(step)
 
     # State of the trainer for the keeper. Nothing here blocks.
 

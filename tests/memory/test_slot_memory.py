@@ -413,13 +413,13 @@ def test_other_memory_is_no_slot_and_no_node_page(keeper_slot):
     with pytest.raises(FormatError, match="whose size another process could change"):
         KeeperSlot.attach(resizable)
     with pytest.raises(FormatError, match="no node page"):
-        NodePage.attach(resizable_page)
+        NodePage.attach(resizable_page, os.dup(node.event_descriptor))
     os.pwrite(keeper_slot.descriptor, os.pread(node.descriptor, 8, 0), 0)
     with pytest.raises(FormatError, match="no node page"):
-        NodePage.attach(os.dup(keeper_slot.descriptor))
+        NodePage.attach(os.dup(keeper_slot.descriptor), os.dup(node.event_descriptor))
     os.pwrite(node.descriptor, word_bytes(1), 0)
     with pytest.raises(FormatError, match="no node page"):
-        NodePage.attach(os.dup(node.descriptor))
+        NodePage.attach(*map(os.dup, node.descriptors))
     node.close()
 
 
@@ -450,10 +450,16 @@ def test_what_refuses_further_memory_ends_the_making_of_a_slot():
 
 def test_a_trainer_wakes_the_keeper_from_the_awaited_step_on():
     keeper_page = NodePage.create()
-    page = NodePage.attach(os.dup(keeper_page.descriptor))
+    page = NodePage.attach(*map(os.dup, keeper_page.descriptors))
 
     def awaited():
-        return [step for step in (0, 6, 7, 8) if page.is_awaited(step)]
+        steps = []
+        for step in (0, 6, 7, 8):
+            page.wake(step)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(keeper_page.event_descriptor)
+                steps.append(step)
+        return steps
 
     assert awaited() == [0, 6, 7, 8]
     keeper_page.set_awaited_step(7)

@@ -149,7 +149,7 @@ def is_noticed(modules, seed, moment):
         act()
     pages[0].store(begin, 8)
     is_woken = node.is_awaited(7)
-    os.close(node.descriptor)
+    node.close()
     return is_woken or seen == [True]
 
 
