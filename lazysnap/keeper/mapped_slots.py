@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection
 
 from lazysnap.errors import FormatError
 from lazysnap.memory.slots import TrainerSlot
-from lazysnap.memory.words import SlotWord
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class MappedSlots:
             mapped_ids = {mapped.slot_id for mapped in self.all}
             is_new = slot.slot_id not in mapped_ids and slot.slot_id not in returned
             if is_new:
-                self.newest_sequence = max(self.newest_sequence, slot.words.load(SlotWord.SEQUENCE))
+                self.newest_sequence = max(self.newest_sequence, slot.view().sequence)
                 self.all = (*self.all, slot)
                 self._waiting.append(slot)
                 self._begin_populating()

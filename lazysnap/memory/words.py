@@ -41,7 +41,6 @@ import weakref
 
 from lazysnap import faults
 from lazysnap.errors import FormatError
-from lazysnap.memory.slot_choice import SlotPhase, SlotView
 
 PAGE_BYTES = mmap.PAGESIZE
 """Bytes of a page of words. Mappings begin at a multiple of it."""
@@ -49,7 +48,6 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of shared memory: a mapping must not lose its pages because another process changes the size."""
 
 _NODE_MAGIC = 0x3145444F4E4E5341
-_VIEW_ATTEMPTS = 3
 
 
 def fence() -> None:
@@ -120,68 +118,6 @@ class WordPage:
     def close(self) -> None:
         """Release the page, so that it can be unmapped."""
         self._cells.release()
-
-
-class SlotPage(WordPage):
-    """The words of one slot."""
-
-    def __init__(self, page: memoryview) -> None:
-        super().__init__(page)
-        # Loaded once: sizes that were checked must not change under a reader.
-        self.slot_id = self.load(SlotWord.SLOT_ID)
-        self.meta_capacity_bytes = self.load(SlotWord.META_CAPACITY)
-        self.image_capacity_bytes = self.load(SlotWord.IMAGE_CAPACITY)
-
-    def view(self) -> SlotView:
-        """Return a consistent copy of the words.
-
-        A trainer that begins a capture sets BEGIN to 0, then SEQUENCE, then the other words, then BEGIN. So if SEQUENCE
-        is the same before and after, and BEGIN was not 0, all words between are of the capture with that number. The
-        second load also orders later reads of the caller after the words, such as bytes below the watermark.
-
-        If captures begin faster than the words can be read, the slot is reported as empty.
-        """
-        for _ in range(_VIEW_ATTEMPTS):
-            sequence = self.load(SlotWord.SEQUENCE)
-            begin = self.load(SlotWord.BEGIN)
-            view = self._read(sequence, begin)
-            if self.load(SlotWord.SEQUENCE) == sequence:
-                return view
-        return self._read(sequence, 0)
-
-    def _read(self, sequence: int, begin: int) -> SlotView:
-        step = None
-        if begin != 0:
-            step = begin - 1
-        reached_step = None
-        reached = self.load(SlotWord.REACHED)
-        if reached != 0:
-            reached_step = reached - 1
-        is_held = begin != 0 and self.load(SlotWord.HELD) == sequence
-        return SlotView(
-            slot_id=self.slot_id,
-            meta_capacity_bytes=self.meta_capacity_bytes,
-            image_capacity_bytes=self.image_capacity_bytes,
-            phase=self._phase(sequence, begin),
-            step=step,
-            start=self.load(SlotWord.START),
-            sequence=sequence,
-            image_bytes=self.load(SlotWord.IMAGE_BYTES),
-            watermark_bytes=self.load(SlotWord.WATERMARK),
-            copied_ns=self.load(SlotWord.COPIED),
-            reached_step=reached_step,
-            is_held=is_held,
-            is_repeatable=self.load(SlotWord.REPEATABLE) == 1,
-        )
-
-    def _phase(self, sequence: int, begin: int) -> SlotPhase:
-        if begin == 0:
-            return SlotPhase.EMPTY
-        if self.load(SlotWord.END) == begin:
-            return SlotPhase.WHOLE
-        if self.load(SlotWord.VOID) == sequence:
-            return SlotPhase.VOID
-        return SlotPhase.CAPTURING
 
 
 AWAITED = 1

@@ -62,7 +62,7 @@ def test_the_last_boundary_collects_the_state_once_while_a_stopped_keeper_holds_
     os.kill(keeper, signal.SIGSTOP)
     try:
         for slot in client.mapped():
-            slot.words.store(SlotWord.HELD, slot.view().sequence)  # as the keeper does
+            slot.store(SlotWord.HELD, slot.view().sequence)  # as the keeper does
         until(lambda: client.is_silent)
         num_collected = counts.num_collected
         training.train()
