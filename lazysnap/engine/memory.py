@@ -12,7 +12,6 @@ from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import MemoryWish
 from lazysnap.engine import report
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
-from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.restart_check import RestartCheck
@@ -20,7 +19,14 @@ from lazysnap.engine.statistics import ALL_IN_USE, NO_MEMORY, NO_SLOTS
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.budget import NODE, MemoryBoundExceeded
-from lazysnap.memory.slot_choice import SlotPhase, choose_slot, fits_image, surplus_slots
+from lazysnap.memory.slot_choice import (
+    SlotPhase,
+    choose_slot,
+    fits_image,
+    kept_whole,
+    slots_needed,
+    surplus_slots,
+)
 from lazysnap.memory.slot_files import spill_dir
 from lazysnap.memory.slots import TrainerSlot, slot_bytes
 from lazysnap.ranks.world import World
@@ -63,7 +69,8 @@ class Memory:
         """Number of nodes that protect each other, and of nodes that may be lost."""
         self._spill_dir = spill_dir(config.memory, config.levels)
         """Directory for slots as files, if memory does not suffice."""
-        self._kept = num_kept(config, world)
+        self.kept = kept_whole(config.every_n_steps, world.size, runs_ahead=world.runs_ahead)
+        """K, the number of newest whole captures that are never overwritten: see ``memory.slot_choice``."""
         self._meta_bytes = META_BYTES
         self._asked: tuple[int, int] | None = None
         """Requested bytes of metadata and image."""
@@ -89,7 +96,7 @@ class Memory:
     @property
     def needed(self) -> int:
         """Return the slots of this rank."""
-        return num_slots(self._config, self._world, is_redundant=self.is_redundant)
+        return slots_needed(self.kept, is_read=bool(self._config.levels) or self.is_redundant)
 
     @property
     def is_ready(self) -> bool:
@@ -99,7 +106,7 @@ class Memory:
     @property
     def are_enough(self) -> bool:
         """True if there are enough slots of the requested size for captures."""
-        return len(self._fitting(self.client.slots())) > self._kept
+        return len(self._fitting(self.client.slots())) > self.kept
 
     def _fitting(self, slots: Iterable[TrainerSlot]) -> list[int]:
         """Return the ids of slots of the requested size."""
@@ -185,7 +192,7 @@ class Memory:
         if len(fitting) == len(slots) <= self.needed:
             return  # sizes do not change; words are only read for slots that may be returned
         views = [slot.view() for slot in slots.values()]
-        surplus = surplus_slots(views, self._kept, fitting=fitting, count=self.needed, busy=self._busy(slots.values()))
+        surplus = surplus_slots(views, self.kept, fitting=fitting, count=self.needed, busy=self._busy(slots.values()))
         for view in surplus:
             slot = slots[view.slot_id]
             self.captures.forget(slot)
@@ -237,7 +244,7 @@ class Memory:
             views.append(slot.view())
             if slot.slot_id not in ready:
                 busy.append(slot.slot_id)
-        view = choose_slot(views, self._kept, image_bytes=image_bytes, meta_bytes=meta_bytes, busy=busy)
+        view = choose_slot(views, self.kept, image_bytes=image_bytes, meta_bytes=meta_bytes, busy=busy)
         if view is None:
             return None
         return ready[view.slot_id]
