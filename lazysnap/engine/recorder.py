@@ -6,19 +6,17 @@ from collections import Counter
 from lazysnap import faults
 from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.captures import slot_phase
-from lazysnap.capture.plan import CapturePlan, check_walk, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.local_state import LocalState
 from lazysnap.engine.memory import Memory
 from lazysnap.engine.messages import MessageKind, Messages
-from lazysnap.engine.meta import MetaWriter, names_of_parameters
+from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.statistics import ALL_IN_USE, NO_MEMORY, NO_SLOTS
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.world import World
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.source import StateSource
-from lazysnap.state.walk import Walk
 
 logger = logging.getLogger(__name__)
 
@@ -52,8 +50,6 @@ class Recorder:
         """True if no later restart of this run is to repeat a step as a check: one has proved the run."""
         self.meta = MetaWriter.agreed(world, config)
         self._state = LocalState(source, world, messages)
-        self._plan: CapturePlan | None = None
-        """The plan of the last capture. It is valid as long as the structure of the state stays the same."""
         self._resumed_step: int | None = None
         self.seen_step: int | None = None
         """The step of the last boundary, or of the snapshot that was resumed."""
@@ -175,7 +171,7 @@ class Recorder:
             return reason
         everything = self._state.collect()
         part = self._state.part_of(everything)
-        plan = self._plan_for(part, everything)
+        plan = self._state.plan_for(part, everything)
         self.encoded_once = True
         meta = self.meta.write(step, plan, part)
         slot = self.memory.slot_for(plan.layout.size_bytes, len(meta))
@@ -200,31 +196,14 @@ class Recorder:
                 return NO_MEMORY
         elif self.memory.is_awaited:
             self.memory.start()
-        elif self._plan is not None and not self._client.slots():
+        elif self._state.plan is not None and not self._client.slots():
             self._client.start()
             return NO_SLOTS
         return ""
 
-    def _plan_for(self, part: Walk, everything: Walk) -> CapturePlan:
-        """Return the plan for a capture of ``part``: the last plan, unless the structure of the state changed.
-
-        Raises: StateError.
-        """
-        if self._plan is not None:
-            cause = self._plan.mismatch(part, optimizer_signature(self._source))
-            if cause is None:
-                return self._plan
-            # Loading a checkpoint causes this, too. Nothing is lost.
-            logger.info("the capture plan is made again: %s", cause)
-        check_walk(everything)
-        self.meta.parameters = names_of_parameters(self._source, everything, self.messages)
-        self._plan = self._state.make_plan(part)
-        return self._plan
-
     def forget_plan(self) -> None:
         """Drop the plan: ranks share less of the state than before, or captures have stopped."""
-        self._plan = None
-        self._state.forget_partition()
+        self._state.forget_plan()
 
     def _start(self, capture: Capture, meta: bytes) -> None:
         """Begin the capture in its slot, then begin the copies."""
@@ -276,8 +255,8 @@ class Recorder:
 
     def report_sizes(self) -> None:
         """Print the memory of captures, once there is a plan. Blocks, and raises: as ``Memory.report_sizes``."""
-        if self._plan is not None:
-            self.memory.report_sizes(self._plan.layout.size_bytes)
+        if self._state.plan is not None:
+            self.memory.report_sizes(self._state.plan.layout.size_bytes)
 
     # Ended captures
 
