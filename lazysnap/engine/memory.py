@@ -277,7 +277,7 @@ class Memory:
         refusal = self._refusal()
         if refusal and self._ask_for_less(refusal):
             return
-        error = self._missing_memory()
+        error = self.error()
         if error is None:
             return
         cause = str(error)
@@ -292,17 +292,14 @@ class Memory:
             return ""
         return text
 
-    def _missing_memory(self) -> KeeperError | None:
+    def error(self) -> KeeperError | JobBusy | None:
         """Return why there is no memory for captures; ``None`` if there is, or it may still come. Hot."""
         if self.client.is_connected:
             text = self._refusal()
             if not text or self.are_enough:
                 return None
             return MemoryBoundExceeded(text)
-        failure = self.client.failure()
-        if not failure:
-            return None
-        return KeeperError(failure)
+        return self.client.error
 
     def _ask_for_less(self, refusal: str) -> bool:
         """Give up the slot that only serves the protection by other nodes; ``False`` if there is none."""
@@ -313,10 +310,6 @@ class Memory:
         self._messages.tell(MessageKind.NO_PARITY, text=refusal)
         self.ask_again()
         return True
-
-    def error(self) -> JobBusy | KeeperError | None:
-        """Return why there is no memory for captures, now or for the rest of this training."""
-        return self.client.refusal() or self._missing_memory()
 
     @property
     def is_missing(self) -> bool:

@@ -67,9 +67,8 @@ class KeeperClient:
         self._link.start()
         if self._link.wait(self._has_keeper, timeout_s + _REASON_S):
             return
-        error = self._link.error
-        if error is not None:
-            raise error
+        if self.error is not None:
+            raise self.error
         if self._link.is_leaving:
             raise KeeperError("this connection was closed: make another client")
         raise KeeperError(f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s")
@@ -101,17 +100,14 @@ class KeeperClient:
 
     def refusal(self) -> JobBusy | None:
         """Return the error if another process is the job's trainer; None otherwise."""
-        error = self._link.error
-        if isinstance(error, JobBusy) and not self.was_connected:
-            return error
+        if isinstance(self.error, JobBusy) and not self.was_connected:
+            return self.error
         return None
 
-    def failure(self) -> str:
-        """Return the reason why the search for a keeper ended; empty if it did not."""
-        error = self._link.error
-        if error is None:
-            return ""
-        return str(error)
+    @property
+    def error(self) -> KeeperError | JobBusy | None:
+        """The reason why the search for a keeper ended; None if it did not."""
+        return self._link.error
 
     # States
 
@@ -283,10 +279,9 @@ class KeeperClient:
         """
         answer = self._link.ask(timeout_s)
         if answer is None or answer.memory is None:
-            raise KeeperError(
-                self.failure()
-                or f"the keeper (process {self.keeper_pid}) did not report its memory within {timeout_s:g} s"
-            )
+            if self.error is not None:
+                raise KeeperError(str(self.error))
+            raise KeeperError(f"keeper {self.keeper_pid} did not report its memory within {timeout_s:g} s")
         return MemoryInventory.of(answer.memory, {slot.slot_id: slot for slot in self.mapped()})
 
     # The end

@@ -140,7 +140,7 @@ def test_a_client_connects_and_says_who_it_is(keeper, client):
     assert client.keeper_pid == PID
     assert client.state == KeeperState(pid=PID, newest_sequence=7)
     assert client.next_sequence() == 8
-    assert client.failure() == ""
+    assert client.error is None
 
 
 def test_a_keeper_that_is_started_gets_state_and_slots_before_it_runs(
@@ -191,7 +191,7 @@ def test_a_trainer_is_refused_while_another_one_is_attached(keeper, make_client,
     client = make_client()
     client.start()
     num_refused = 0
-    while not client.failure():
+    while client.error is None:
         if keeper.is_called(0.05):
             peer = keeper.accept()
             peer.state()
@@ -204,7 +204,7 @@ def test_a_trainer_is_refused_while_another_one_is_attached(keeper, make_client,
     assert isinstance(refusal, JobBusy)
     assert "runs already on" in str(refusal)
     assert "process 5 is the trainer; or give this one a directory of its own" in str(refusal)
-    assert client.failure() == str(refusal)
+    assert client.error is refusal
     assert "for another training of job" in caplog.text
     assert not client.wait(lambda state: False, TIMEOUT_S)  # at once: it gave up
 
@@ -226,8 +226,8 @@ def test_a_trainer_that_was_just_killed_is_waited_for(keeper, client):
 def test_after_it_gave_up_a_client_can_be_started_again(keeper, make_client):
     client = make_client(io_timeout_s=0.2)
     client.start()
-    assert until(client.failure)
-    assert "did not answer within 0.2 s (io_timeout_s): it is stopped" in client.failure()
+    assert until(lambda: client.error is not None)
+    assert "did not answer within 0.2 s (io_timeout_s): it is stopped" in str(client.error)
     with pytest.raises(KeeperError, match="kill -CONT"):
         client.connect(1.0)
     while not client.is_connected:
@@ -243,8 +243,8 @@ def test_a_keeper_of_another_version_is_named(identity, keeper, client):
     peer.state()
     os.write(peer.channel.fileno(), b"\x02\x00\x00\x00\xff\xff\x00\x00{}")
 
-    assert until(client.failure)
-    assert f"process {os.getpid()}, at the socket of this job's keeper, is of another version" in client.failure()
+    assert until(lambda: client.error is not None)
+    assert f"process {os.getpid()}, at the socket of this job's keeper, is of another version" in str(client.error)
 
 
 def test_what_is_no_keeper_is_named(keeper, client):
@@ -253,8 +253,8 @@ def test_what_is_no_keeper_is_named(keeper, client):
     peer.state()
     os.write(peer.channel.fileno(), struct.pack("<IHH", 2, PROTOCOL, 0) + b"[]")
 
-    assert until(client.failure)
-    assert re.search("is no keeper: .*; end it, or give the job another name", client.failure())
+    assert until(lambda: client.error is not None)
+    assert re.search("is no keeper: .*; end it, or give the job another name", str(client.error))
 
 
 def test_a_keeper_without_its_page_is_no_keeper(keeper, client):
@@ -264,8 +264,8 @@ def test_a_keeper_without_its_page_is_no_keeper(keeper, client):
     peer.is_greeted = True
     peer.send()
 
-    assert until(client.failure)
-    assert "sent no page" in client.failure()
+    assert until(lambda: client.error is not None)
+    assert "sent no page" in str(client.error)
     assert not client.was_connected
 
 
@@ -422,7 +422,7 @@ def test_without_a_thread_there_is_no_memory_and_no_error(client, peer, slot):
         threading.stack_size(stack_bytes)
 
     assert "thread" in client.memory_refusal
-    assert "thread" in other.failure()
+    assert "thread" in str(other.error)
     other.leave(Farewell.LEFT, timeout_s=0.0)
 
     client.ask_memory(WISH)
