@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from rich.filesize import decimal
 
-from lazysnap.capture.captures import Captures, slot_phase
+from lazysnap.capture.captures import Captures
 from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import MemoryWish
@@ -342,7 +342,7 @@ class Memory:
         """Return the phase of the last capture of ``step`` in its slot; EMPTY if no slot has it."""
         capture = self.captures.of_step(step)
         if capture is not None:
-            return slot_phase(capture)
+            return capture.slot_phase
         for slot in self.client.mapped():  # the resumed capture
             view = slot.view()
             if view.is_whole and view.step == step:

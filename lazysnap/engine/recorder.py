@@ -5,7 +5,6 @@ from collections import Counter
 
 from lazysnap import faults
 from lazysnap.capture.capture import Capture, CapturePhase
-from lazysnap.capture.captures import slot_phase
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.local_state import LocalState
 from lazysnap.engine.memory import Memory
@@ -13,7 +12,6 @@ from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.statistics import ALL_IN_USE, NO_MEMORY, NO_SLOTS
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.world import World
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.source import StateSource
@@ -132,7 +130,7 @@ class Recorder:
         """
         self.seen_step = step
         newest = self.captures.newest
-        if newest is not None and _is_in_memory(newest):
+        if newest is not None and newest.is_in_memory:
             newest.slot.reach(step)
         for name, step_of_name in list(self._names_for_next.items()):
             if step_of_name is None:
@@ -244,7 +242,7 @@ class Recorder:
     def forbid_repeat(self) -> None:
         """Make a restart resume exactly the newest capture: it was requested, or training ends with it."""
         newest = self.captures.newest
-        if newest is not None and newest.is_in_slot:
+        if newest is not None and newest.is_in_memory:
             newest.slot.allow_repeat(is_repeatable=False)
 
     def skip(self, reason: str) -> None:
@@ -297,7 +295,7 @@ class Recorder:
     def step_to_name(self, *, is_over: bool) -> int:
         """Return the step that ``keep`` would name now."""
         newest = self.captures.newest
-        if is_over and newest is not None and newest.step == self.seen_step and _is_in_memory(newest):
+        if is_over and newest is not None and newest.step == self.seen_step and newest.is_in_memory:
             return newest.step
         return (self.seen_step or 0) + 1
 
@@ -324,8 +322,3 @@ class Recorder:
     def end_names(self) -> None:
         """Report names that wait for a capture as lost: captures have stopped."""
         self._lose_names_for_next("ended")
-
-
-def _is_in_memory(capture: Capture) -> bool:
-    """True if a capture is still in its slot, whole or being copied."""
-    return slot_phase(capture) in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
