@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, StepKey
+from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NameRefusal, StepKey
 from lazysnap.engine.messages import MessageKind, Messages
 
 _REMEMBERED = 1024
@@ -34,10 +34,6 @@ class KeeperEvents:
         self._start = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
         """Counted complete steps of this start, by level, in ascending order."""
-        self._wanted_names: dict[str, int] = {}
-        """Names given in this start that the first level does not have yet, with their steps."""
-        self._released_names: set[str] = set()
-        """Names that were removed in this start."""
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, with the reason."""
 
@@ -45,37 +41,8 @@ class KeeperEvents:
         """Begin another start. Nothing of it is durable yet."""
         self._start = start
         self._counted = [[] for _ in self._urls]
-        self._wanted_names = {}
-        self._released_names = set()
         self._statistics.last_durable_step.clear()
         self._statistics.last_protected_step = None
-
-    def name_given(self, name: str, step: int) -> None:
-        """Record that the keeper was asked to name a step of this start."""
-        self._wanted_names[name] = step
-        self._released_names.discard(name)
-
-    def name_released(self, name: str) -> None:
-        """Record that the keeper was asked to remove a name."""
-        self._wanted_names.pop(name, None)
-        self._released_names.add(name)
-
-    def names(self, stored_names: set[str]) -> set[str]:
-        """Return the names that the first level has or will get. ``stored_names``: names that the keeper reported."""
-        return (stored_names | set(self._wanted_names)) - self._released_names
-
-    def are_names_answered(self, state: KeeperState) -> bool:
-        """Return True if the first level has all names, except those that it can never get. Pure."""
-        if state.levels and state.levels[0].is_failing:
-            return True  # it may not answer for hours
-        if any(named.name in self._released_names for named in state.names):
-            return False
-        return all(self._is_answered(name, step, state) for name, step in self._wanted_names.items())
-
-    def _is_answered(self, name: str, step: int, state: KeeperState) -> bool:
-        key = StepKey(self._start, step)
-        is_refused = any(refusal.name == name and refusal.url == self._urls[0] for refusal in state.name_refusals)
-        return is_refused or NamedStep(name, key) in state.names or key in state.lost
 
     # ---------------------------------------------------------------- comparing
 
@@ -100,7 +67,7 @@ class KeeperEvents:
                     level_before = before.levels[index]
                 self._compare_level(index, level_before, level)
             self._compare_protected(before.protected, state.protected)
-            self._compare_names(before, state)
+            self._compare_refusals(before.name_refusals, state.name_refusals)
             self._compare_alerts(before.alerts, state.alerts)
         for alert in state.alerts:
             if alert.about in _ALERTS:
@@ -176,18 +143,10 @@ class KeeperEvents:
             self._statistics.protected += 1
         self._statistics.last_protected_step = now.step
 
-    def _compare_names(self, before: KeeperState, now: KeeperState) -> None:
-        for refusal in now.name_refusals:
-            if refusal not in before.name_refusals:
+    def _compare_refusals(self, before: Sequence[NameRefusal], now: Sequence[NameRefusal]) -> None:
+        for refusal in now:
+            if refusal not in before:
                 self._messages.tell(MessageKind.NAME_FAILS, name=refusal.name, text=f"{refusal.url}: {refusal.text}")
-        for name, step in list(self._wanted_names.items()):
-            if not self._is_answered(name, step, now):
-                continue
-            del self._wanted_names[name]
-            key = StepKey(self._start, step)
-            if key in now.lost and NamedStep(name, key) not in now.names:
-                text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
-                self.lose_name(name, text)
 
     def lose_name(self, name: str, text: str) -> None:
         """Report a name whose snapshot will never be stored."""

@@ -274,6 +274,10 @@ class Memory:
         if self.client.is_connected:
             pid = self.client.keeper_pid
         self.events.compare(self.client.state, pid, is_silent=self.client.is_silent)
+        for named in self.client.take_lost_names():
+            step = named.key.step
+            text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
+            self.events.lose_name(named.name, text)
         refusal = self._refusal()
         if refusal and self._ask_for_less(refusal):
             return

@@ -299,20 +299,18 @@ class Recorder:
             return newest.step
         return (self.seen_step or 0) + 1
 
-    def names(self, stored_names: set[str]) -> set[str]:
-        """Return the names that snapshots of the run have or will get. ``stored_names``: at the first level."""
-        return self.memory.events.names(stored_names) | set(self._names_for_next)
+    def names(self, first_start: int) -> set[str]:
+        """Return the names that snapshots of the run have or will get. ``first_start``: see ``KeeperClient.names``."""
+        return self._client.names(first_start) | set(self._names_for_next)
 
     def _give_name(self, name: str, step: int) -> None:
         self.forbid_repeat()
         self._client.keep(name, step)
-        self.memory.events.name_given(name, step)
 
     def release(self, name: str) -> None:
         """Remove the name from every snapshot of the run."""
         self._names_for_next.pop(name, None)
         self._client.release(name)
-        self.memory.events.name_released(name)
 
     def _lose_names_for_next(self, did: str) -> None:
         for name in self._names_for_next:

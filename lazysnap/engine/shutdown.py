@@ -128,9 +128,9 @@ class Shutdown:
 
     def _await_names(self, *, is_common: bool) -> None:
         """Block until the first level has all names. Collective, if ``is_common``."""
-        self._client.wait(self._memory.events.are_names_answered, self._config.io_timeout_s)
+        self._client.wait_names(self._config.io_timeout_s)
         if is_common and self._best.release_surplus():
-            self._client.wait(self._memory.events.are_names_answered, self._config.io_timeout_s)
+            self._client.wait_names(self._config.io_timeout_s)
 
     def _drain_all(self, progress: ShowStored | None, *, is_common: bool) -> bool:
         """Wait for all ranks, and fail if one of them failed. Collective, if ``is_common``: all ranks call it."""

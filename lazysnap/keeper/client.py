@@ -8,12 +8,30 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from lazysnap.core.messages import Farewell, JobSettings, KeeperState, MemoryWish, PeerSettings, TrainerState
+from lazysnap.core.messages import (
+    Farewell,
+    JobSettings,
+    KeeperState,
+    MemoryWish,
+    NamedStep,
+    PeerSettings,
+    TrainerState,
+    is_removed,
+)
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryInventory
 from lazysnap.keeper.trainer_link import TrainerLink
-from lazysnap.keeper.trainer_requests import with_name, with_protected, with_required, with_returned, without_name
+from lazysnap.keeper.trainer_requests import (
+    are_names_answered,
+    lost_names,
+    with_name,
+    with_protected,
+    with_required,
+    with_returned,
+    without_name,
+    without_names,
+)
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.peers.listener import ReservedPort
 
@@ -239,6 +257,30 @@ class KeeperClient:
     def release(self, name: str) -> None:
         """Remove a name from all snapshots so far, at every level."""
         self._link.update(without_name, name)
+
+    def names(self, first_start: int) -> set[str]:
+        """Return the names that snapshots of this start and earlier ones, from ``first_start`` on, have or will get."""
+        trainer = self._link.trainer
+        names = {named.name for named in trainer.names}
+        for named in self.state.names:
+            if named.key.start >= first_start and not is_removed(named, trainer.released):
+                names.add(named.name)
+        return names
+
+    def wait_names(self, timeout_s: float) -> None:
+        """Block until the first level has all names and lacks the released ones, except where it never will."""
+
+        def are_answered(state: KeeperState) -> bool:
+            return are_names_answered(self._link.trainer, state)
+
+        self._link.wait(are_answered, timeout_s)
+
+    def take_lost_names(self) -> tuple[NamedStep, ...]:
+        """Return the names whose snapshots will never be stored, each once. Hot."""
+        lost = lost_names(self._link.trainer, self.state)
+        if lost:
+            self._link.update(without_names, lost)
+        return lost
 
     def preempt(self) -> None:
         """Report that this process is preempted: the newest capture is stored now."""

@@ -4,6 +4,8 @@ A trainer requests by its state, and a keeper answers by its own. Answered reque
 it stays small.
 """
 
+from collections.abc import Collection
+
 from msgspec import structs
 
 from lazysnap.core.messages import KeeperState, NamedStep, StepKey, TrainerState, is_removed
@@ -121,17 +123,44 @@ def _open_protections(state: TrainerState, sent: TrainerState, answer: KeeperSta
 
 
 def _open_names(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
-    """Return the names that the first level may still get."""
+    """Return the names that the first level may still get, and the lost ones: see ``lost_names``."""
+    open_names = []
+    for named in state.names:
+        if named not in sent.names or not _is_given_or_refused(named, state, answer):
+            open_names.append(named)
+    return tuple(open_names)
+
+
+def _is_given_or_refused(named: NamedStep, state: TrainerState, answer: KeeperState) -> bool:
     first_url = ""
     if state.job is not None and state.job.levels:
         first_url = state.job.levels[0].url
-    refused = {refusal.name for refusal in answer.name_refusals if refusal.url == first_url}
-    open_names = []
+    is_refused = any(refusal.name == named.name and refusal.url == first_url for refusal in answer.name_refusals)
+    return is_refused or named in answer.names
+
+
+def lost_names(state: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
+    """Return the requested names whose snapshots will never be stored. They stay requested until they are reported."""
+    lost = []
     for named in state.names:
-        is_answered = named in answer.names or named.name in refused or named.key in answer.lost
-        if named not in sent.names or not is_answered:
-            open_names.append(named)
-    return tuple(open_names)
+        if named.key in answer.lost and not _is_given_or_refused(named, state, answer):
+            lost.append(named)
+    return tuple(lost)
+
+
+def without_names(state: TrainerState, dropped: Collection[NamedStep]) -> TrainerState:
+    """Return the state that no longer requests these names."""
+    return structs.replace(state, names=tuple(named for named in state.names if named not in dropped))
+
+
+def are_names_answered(state: TrainerState, answer: KeeperState) -> bool:
+    """Return True if the first level has all names and lacks the removed ones, except where it never will."""
+    if answer.levels and answer.levels[0].is_failing:
+        return True  # it may not answer for hours
+    if any(is_removed(named, state.released) for named in answer.names):
+        return False
+    lost = lost_names(state, answer)
+    return all(named in lost or _is_given_or_refused(named, state, answer) for named in state.names)
 
 
 def _open_releases(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:

@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from lazysnap import PersistentLevel, SnapshotConfig
-from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
+from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NameRefusal, StepKey
 from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import Statistics
@@ -242,48 +242,6 @@ def test_what_was_protected_of_an_earlier_start_does_not_count():
 
     assert follower.statistics.last_protected_step is None
     assert follower.statistics.protected == 0
-
-
-def test_a_name_is_lost_with_its_step_and_not_once_it_is_given(caplog):
-    follower = Follower()
-    follower.events.name_given("good", 3)
-    follower.events.name_given("late", 4)
-
-    follower.says(names=(NamedStep("good", StepKey(START, 3)),))
-    follower.says(lost=(StepKey(START, 3), StepKey(START, 4)))
-    follower.says(lost=(StepKey(START, 4),))
-
-    assert [*follower.events.lost_names] == ["late"]
-    [text] = caplog.messages
-    assert text.startswith("the name 'late' is not as you asked for: no snapshot has it: the snapshot of step 4 was ")
-
-
-def test_names_are_settled_once_the_first_level_has_them_or_never_will():
-    follower = Follower()
-    key = StepKey(START, 3)
-    assert follower.events.are_names_answered(KeeperState())
-
-    follower.events.name_given("good", 3)
-    follower.events.name_released("old")
-
-    assert not follower.events.are_names_answered(KeeperState())
-    assert not follower.events.are_names_answered(
-        KeeperState(names=(NamedStep("good", key), NamedStep("old", StepKey(1, 1))))
-    )
-    assert follower.events.are_names_answered(KeeperState(names=(NamedStep("good", key),)))
-    assert follower.events.are_names_answered(KeeperState(lost=(key,)))
-    assert follower.events.are_names_answered(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
-    assert follower.events.are_names_answered(KeeperState(levels=(LevelState(is_failing=True),)))
-
-
-def test_a_name_that_was_released_is_not_lost(caplog):
-    follower = Follower()
-    follower.events.name_given("late", 4)
-    follower.events.name_released("late")
-
-    follower.says(lost=(StepKey(START, 4),))
-
-    assert caplog.messages == []
 
 
 def test_an_alert_of_a_kind_that_nobody_foresaw_warns_and_ends_no_training(caplog):

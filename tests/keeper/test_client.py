@@ -26,9 +26,10 @@ from lazysnap.core.messages import (
     NamedStep,
     NameRefusal,
     StepKey,
+    TrainerState,
 )
 from lazysnap.errors import JobBusy, KeeperError
-from lazysnap.keeper import mapped_slots, search, trainer_link
+from lazysnap.keeper import mapped_slots, search, trainer_link, trainer_requests
 from lazysnap.keeper.asking import NeighbourMemory, ask
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
@@ -542,6 +543,42 @@ def test_names_are_given_moved_and_taken_away(client, begun):
     client.keep("best", 4)
     state = begun.state(lambda state: state.names == (NamedStep("best", StepKey(START, 4)),))
     assert state.released == (NamedStep("best", StepKey(START, 3)),)
+
+
+def test_a_name_whose_step_is_lost_is_taken_once_and_one_that_is_given_or_released_never(client, begun):
+    given = NamedStep("given", StepKey(START, 3))
+    late = NamedStep("late", StepKey(START, 4))
+    for named in (given, late, NamedStep("released", late.key)):
+        client.keep(named.name, named.key.step)
+    client.release("released")
+    begun.state(lambda state: state.names == (given, late) and state.released)
+
+    begun.send(names=(given,), lost=(given.key, late.key))
+    assert until(lambda: client.state.lost)
+    begun.state(lambda state: state.names == (late,))
+
+    assert client.take_lost_names() == (late,)
+    assert client.take_lost_names() == ()
+    begun.state(lambda state: not state.names)
+
+
+def test_names_are_answered_once_the_first_level_has_them_or_never_will():
+    key = StepKey(START, 3)
+    nothing = TrainerState(0, start=START, job=JOB)
+    asked = trainer_requests.with_name(trainer_requests.without_name(nothing, "old"), "good", 3)
+    good = NamedStep("good", key)
+
+    def is_answered(**fields):
+        return trainer_requests.are_names_answered(asked, KeeperState(**fields))
+
+    assert trainer_requests.are_names_answered(nothing, KeeperState())
+    assert not is_answered()
+    assert not is_answered(names=(good, NamedStep("old", StepKey(1, 1))))
+    assert not is_answered(name_refusals=(NameRefusal("/b", "good", "-"),))
+    assert is_answered(names=(good,))
+    assert is_answered(lost=(key,))
+    assert is_answered(name_refusals=(NameRefusal("/a", "good", "-"),))
+    assert is_answered(levels=(LevelState(is_failing=True),))
 
 
 def test_names_that_were_taken_away_are_few(client, begun):
