@@ -1,6 +1,5 @@
 """The capture at a boundary: collect the state, plan, choose a slot, begin the copies."""
 
-import logging
 from collections import Counter
 
 from lazysnap import faults
@@ -15,8 +14,6 @@ from lazysnap.keeper.client import KeeperClient
 from lazysnap.ranks.world import World
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.source import StateSource
-
-logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -36,7 +33,6 @@ class Recorder:
     ) -> None:
         """Collective."""
         self._config = config
-        self._source = source
         self._client = client
         self._world = world
         self.messages = messages
