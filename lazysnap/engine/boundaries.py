@@ -193,8 +193,11 @@ class Boundaries:
         return began
 
     def _report_sizes(self) -> None:
+        plan = self._recorder.state.plan
+        if plan is None:
+            return
         try:
-            self._recorder.report_sizes()
+            self._memory.report_sizes(plan.layout.size_bytes)
         except (OSError, ValueError) as error:  # only the report needs it
             logger.info("the memory of the training is unknown: %s", error)
 
@@ -374,7 +377,7 @@ class Boundaries:
         self.gates.remove()
         self._recorder.check.cancel()
         self._captures.close(self._config.io_timeout_s)
-        self._recorder.forget_plan()
+        self._recorder.state.forget_plan()
         self._source.release()
         self._weights = []
 

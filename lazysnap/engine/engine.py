@@ -382,7 +382,7 @@ class SnapshotEngine:
         """
         self._check_open("replan")
         with self._boundaries.lock:
-            self._recorder.forget_plan()
+            self._recorder.state.forget_plan()
 
     def gate(self) -> None:
         """Wait until parameters and optimizer state may change again: the last capture's copies are done::

@@ -43,7 +43,7 @@ class Recorder:
         self._forbids_repeats = False
         """True if no later restart of this run is to repeat a step as a check: one has proved the run."""
         self.meta = MetaWriter.agreed(world, config)
-        self._state = LocalState(source, world, messages)
+        self.state = LocalState(source, world, messages)
         self._resumed_step: int | None = None
         self.seen_step: int | None = None
         """The step of the last boundary, or of the snapshot that was resumed."""
@@ -163,9 +163,9 @@ class Recorder:
         reason = self._reason_not_to_collect()
         if reason:
             return reason
-        everything = self._state.collect()
-        part = self._state.part_of(everything)
-        plan = self._state.plan_for(part, everything)
+        everything = self.state.collect()
+        part = self.state.part_of(everything)
+        plan = self.state.plan_for(part, everything)
         self.encoded_once = True
         meta = self.meta.write(step, plan, part)
         slot = self.memory.slot_for(plan.layout.size_bytes, len(meta))
@@ -190,14 +190,10 @@ class Recorder:
                 return NO_MEMORY
         elif self.memory.is_awaited:
             self.memory.start()
-        elif self._state.plan is not None and not self._client.slots():
+        elif self.state.plan is not None and not self._client.slots():
             self._client.start()
             return NO_SLOTS
         return ""
-
-    def forget_plan(self) -> None:
-        """Drop the plan: ranks share less of the state than before, or captures have stopped."""
-        self._state.forget_plan()
 
     def _start(self, capture: Capture, meta: bytes) -> None:
         """Begin the capture in its slot, then begin the copies."""
@@ -246,11 +242,6 @@ class Recorder:
         if self._skipped is None or self._skipped[0] != self.seen_step:
             self._skipped = (self.seen_step, reason)
             self._statistics.skipped[reason] += 1
-
-    def report_sizes(self) -> None:
-        """Print the memory of captures, once there is a plan. Blocks, and raises: as ``Memory.report_sizes``."""
-        if self._state.plan is not None:
-            self.memory.report_sizes(self._state.plan.layout.size_bytes)
 
     # Ended captures
 
