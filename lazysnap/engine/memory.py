@@ -42,7 +42,7 @@ class Memory:
     ``memory.slot_choice`` has the rules. The next request depends on what was requested and refused before, and on the
     memory that training will still take.
 
-    PROTECTED (``unprotected`` is ``None``) -> UNPROTECTED (``follow_keeper``) -> PROTECTED (``report_use``).
+    PROTECTED (``unprotected`` is ``None``) -> UNPROTECTED (``follow_keeper``) -> PROTECTED (``become_protected``).
     """
 
     def __init__(
@@ -361,6 +361,45 @@ class Memory:
 
     # Messages
 
+    def become_protected(self, slot: TrainerSlot) -> None:
+        """Record that a capture began in that slot. Reports whether it is a file."""
+        self.unprotected = None
+        self._messages.tell_over(MessageKind.NO_MEMORY)
+        if slot.is_file:
+            self._messages.tell(MessageKind.FILES, directory=self._spill_dir)
+
+    def _become_unprotected(self, cause: str) -> None:
+        """Record why there is no memory. Warns, unless training ends with an error that contains the cause."""
+        is_new = self.unprotected is None
+        self.unprotected = cause
+        self._last_cause = cause
+        if is_new and self.client.refusal() is None:
+            self._messages.tell(MessageKind.NO_MEMORY, text=cause, lost=self.what_is_lost())
+
+    def remind(self) -> None:
+        """Repeat the warning, rarely, while training continues without memory. Called at a boundary."""
+        self._messages.tell_again(MessageKind.NO_MEMORY, text=self.unprotected, lost=self.what_is_lost())
+
+    def sum_up(self) -> None:
+        """Report the steps that were not protected, if any. Called at the end."""
+        count = self._statistics.skipped[NO_MEMORY]
+        if not count:
+            return
+        durable = [f"{url}: step {step}" for url, step in self._statistics.last_durable_step.items()]
+        stored = ", ".join(durable) or "none"
+        plural = "s" * (count != 1)
+        self._messages.tell(
+            MessageKind.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last_cause, stored=stored
+        )
+
+    def what_is_lost(self) -> str:
+        """Return, for a message, what a crash loses while memory is unavailable."""
+        newest = max(self._statistics.last_durable_step.values(), default=None)
+        since = "the start of this training"
+        if newest is not None:
+            since = f"step {newest}, the newest one on storage"
+        return f"nothing is captured, so nothing is stored: a crash loses every step since {since}"
+
     def report_sizes(self, image_bytes: int) -> None:
         """Print the memory that captures of that size take, and where and how often they are stored.
 
@@ -395,42 +434,3 @@ class Memory:
         if self._asked is not None:
             meta_bytes, image_bytes = self._asked
         return slot_bytes(meta_bytes, image_bytes)
-
-    def report_use(self, slot: TrainerSlot) -> None:
-        """Become PROTECTED: a capture began in that slot. Reports whether it is a file."""
-        self.unprotected = None
-        self._messages.tell_over(MessageKind.NO_MEMORY)
-        if slot.is_file:
-            self._messages.tell(MessageKind.FILES, directory=self._spill_dir)
-
-    def _become_unprotected(self, cause: str) -> None:
-        """Warn, unless training ends with an error that contains the cause."""
-        is_new = self.unprotected is None
-        self.unprotected = cause
-        self._last_cause = cause
-        if is_new and self.client.refusal() is None:
-            self._messages.tell(MessageKind.NO_MEMORY, text=cause, lost=self.what_is_lost())
-
-    def remind(self) -> None:
-        """Repeat the warning, rarely, while training continues without memory. Called at a boundary."""
-        self._messages.tell_again(MessageKind.NO_MEMORY, text=self.unprotected, lost=self.what_is_lost())
-
-    def sum_up(self) -> None:
-        """Report the steps that were not protected, if any. Called at the end."""
-        count = self._statistics.skipped[NO_MEMORY]
-        if not count:
-            return
-        durable = [f"{url}: step {step}" for url, step in self._statistics.last_durable_step.items()]
-        stored = ", ".join(durable) or "none"
-        plural = "s" * (count != 1)
-        self._messages.tell(
-            MessageKind.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last_cause, stored=stored
-        )
-
-    def what_is_lost(self) -> str:
-        """Return, for a message, what a crash loses while memory is unavailable."""
-        newest = max(self._statistics.last_durable_step.values(), default=None)
-        since = "the start of this training"
-        if newest is not None:
-            since = f"step {newest}, the newest one on storage"
-        return f"nothing is captured, so nothing is stored: a crash loses every step since {since}"

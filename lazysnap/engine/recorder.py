@@ -208,7 +208,7 @@ class Recorder:
         self._client.note_waited(self._statistics.waited_s)
         self.captures.begin(capture)
         self.check.compare(capture)
-        self.memory.report_use(capture.slot)
+        self.memory.become_protected(capture.slot)
         faults.point("engine.begun")
         self._count_begun(capture.step)
         self._statistics.shard_bytes = image_bytes
