@@ -763,16 +763,16 @@ def test_a_name_is_taken_from_the_given_snapshots_and_from_no_other(rig, node):
     level.write(node, Capture(1))
     level.write(node, Capture(1, start=FIRST))
     level.write(node, Capture(2))
-    level.write(node, Capture(1, run=OTHER_RUN))
+    level.write(node, Capture(3, run=OTHER_RUN))
     older = (NamedStep("best", key_of(1)), NamedStep("best", key_of(1, FIRST)))
     newest = NamedStep("best", key_of(2))
     level.run(SetNames(0, 5, (*older, newest), ()))
-    (level.path(1, run=OTHER_RUN) / "keep-best").write_text(OTHER_RUN)
+    (level.path(3, run=OTHER_RUN) / "keep-best").write_text(OTHER_RUN)
 
     level.run(SetNames(0, 6, (), older))
 
     assert level.list().names == (newest,)
-    assert (level.path(1, run=OTHER_RUN) / "keep-best").exists()
+    assert (level.path(3, run=OTHER_RUN) / "keep-best").exists()
 
 
 def test_a_name_that_can_never_be_given_is_refused_and_the_others_are_given(rig, node):
