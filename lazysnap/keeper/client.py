@@ -85,8 +85,9 @@ class KeeperClient:
         self._link.start()
         if self._link.wait(self._has_keeper, timeout_s + _REASON_S):
             return
-        if self.error is not None:
-            raise self.error
+        error = self.error
+        if error is not None:
+            raise error
         if self._link.is_leaving:
             raise KeeperError("this connection was closed: make another client")
         raise KeeperError(f"the keeper of job {self._identity.job_id!r} did not answer within {timeout_s:g} s")
@@ -118,8 +119,9 @@ class KeeperClient:
 
     def refusal(self) -> JobBusy | None:
         """Return the error if another process is the job's trainer; None otherwise."""
-        if isinstance(self.error, JobBusy) and not self.was_connected:
-            return self.error
+        error = self.error
+        if isinstance(error, JobBusy) and not self.was_connected:
+            return error
         return None
 
     @property
@@ -321,8 +323,9 @@ class KeeperClient:
         """
         answer = self._link.ask(timeout_s)
         if answer is None or answer.memory is None:
-            if self.error is not None:
-                raise KeeperError(str(self.error))
+            error = self.error
+            if error is not None:
+                raise KeeperError(str(error))
             raise KeeperError(f"keeper {self.keeper_pid} did not report its memory within {timeout_s:g} s")
         return MemoryInventory.of(answer.memory, {slot.slot_id: slot for slot in self.mapped()})
 
