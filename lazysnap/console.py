@@ -72,7 +72,7 @@ def has_terminal() -> bool:
     """True if stderr is a terminal in use, so that a progress bar suffices."""
     try:
         return sys.stderr is not None and sys.stderr.isatty()
-    except ValueError:  # closed
+    except (AttributeError, ValueError):  # an object of the program with fewer methods, or closed
         return False
 
 
@@ -84,13 +84,17 @@ def _write(message: str) -> None:
 
 
 def _write_line(line: str) -> None:
-    """Write a separate line to stderr, also while bars of tqdm are shown there."""
+    """Write a separate line to stderr, also while bars of tqdm are shown there.
+
+    A program may set ``sys.stderr`` to an object that can only write.
+    """
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if getattr(tqdm, "_instances", None):
         tqdm.write(line, file=sys.stderr)  # type: ignore[union-attr]
     else:
         sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    if hasattr(sys.stderr, "flush"):
+        sys.stderr.flush()
 
 
 def duration(seconds: float) -> str:

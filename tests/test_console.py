@@ -10,7 +10,7 @@ import threading
 import pytest
 from tqdm import tqdm
 
-from lazysnap.console import said_after, say
+from lazysnap.console import has_terminal, said_after, say
 
 
 def unconfigure(monkeypatch):
@@ -80,6 +80,28 @@ def test_a_terminal_that_is_gone_ends_no_training(monkeypatch, capsys, how):
 
     say("the next line")
     assert capsys.readouterr().err == "lazysnap: the next line\n"
+
+
+class OnlyWrites:
+    """What a program may set as stderr."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+
+
+def test_an_object_that_can_only_write_gets_every_line_and_is_no_terminal(monkeypatch):
+    unconfigure(monkeypatch)
+    stream = OnlyWrites()
+    with monkeypatch.context() as replaced:
+        replaced.setattr(sys, "stderr", stream)
+        is_terminal = has_terminal()
+        say("a line")
+
+    assert not is_terminal
+    assert stream.text == "lazysnap: a line\n"
 
 
 class Text:

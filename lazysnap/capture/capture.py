@@ -9,6 +9,7 @@ import torch
 from lazysnap import faults
 from lazysnap.capture.dtypes import stored_form
 from lazysnap.capture.plan import CapturePlan, versions_of
+from lazysnap.memory.slot_choice import SlotPhase, SlotView
 from lazysnap.memory.slots import TrainerSlot
 
 
@@ -66,8 +67,6 @@ class Capture:
         """Set when all tensors in CPU memory have been read, so that they may change again."""
         self.released = threading.Event()
         """Set when nothing writes into the slot any more. The phase is final then."""
-        self.is_slot_returned = False
-        """True if the slot may be unmapped by now."""
         self.is_past_gate = False
         """True if its sources may change: no gate on the host waits for it any more."""
         self.is_counted = False
@@ -79,10 +78,30 @@ class Capture:
         """True if its result will not be used: the copy may stop."""
         return self.phase in (CapturePhase.TORN, CapturePhase.FAILED, CapturePhase.ABORTED)
 
+    def slot_view(self) -> SlotView | None:
+        """Return the words of its slot; ``None`` if it was dropped, or the slot has another capture or is unmapped."""
+        if self.is_dropped:
+            return None
+        try:
+            view = self.slot.view()
+        except ValueError:  # it is unmapped
+            return None
+        if view.sequence != self.sequence:
+            return None
+        return view
+
     @property
-    def is_in_slot(self) -> bool:
-        """Return True while no later capture was begun in its slot."""
-        return not self.is_slot_returned and self.slot.view().sequence == self.sequence
+    def slot_phase(self) -> SlotPhase:
+        """The phase in its slot; EMPTY if there is no ``slot_view``."""
+        view = self.slot_view()
+        if view is None:
+            return SlotPhase.EMPTY
+        return view.phase
+
+    @property
+    def is_in_memory(self) -> bool:
+        """True if it is still in its slot, whole or being copied."""
+        return self.slot_phase in (SlotPhase.CAPTURING, SlotPhase.WHOLE)
 
     def changed_sources(self) -> list[str]:
         """Names of lazy tensors that something wrote to since the boundary.

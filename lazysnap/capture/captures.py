@@ -9,7 +9,7 @@ from lazysnap import faults
 from lazysnap.capture.capture import Capture, CapturePhase
 from lazysnap.capture.copier import CopyThread, copy_eager
 from lazysnap.capture.device import DeviceCopier
-from lazysnap.memory.slot_choice import SlotPhase, SlotView
+from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.memory.slots import TrainerSlot
 
 
@@ -75,7 +75,7 @@ class Captures:
         capture = self.of_step(step)
         if capture is None:
             return False
-        view = _slot_view(capture)
+        view = capture.slot_view()
         return view is not None and view.is_held
 
     @property
@@ -226,13 +226,7 @@ class Captures:
 
     def forget(self, slot: TrainerSlot) -> None:
         """Release ``slot``, which is returned to the keeper. The outcome of the newest capture is kept."""
-        remembered = []
-        for capture in self.history:
-            if capture.slot is slot:
-                capture.is_slot_returned = True
-            if capture.slot is not slot or capture is self.history[-1]:
-                remembered.append(capture)
-        self.history = remembered
+        self.history = [capture for capture in self.history if capture.slot is not slot or capture is self.history[-1]]
         self._headers.pop(slot.slot_id, None)
 
     def close(self, timeout_s: float) -> None:
@@ -244,30 +238,9 @@ class Captures:
         self._headers.clear()
 
 
-def _slot_view(capture: Capture) -> SlotView | None:
-    """Return the words of a capture's slot; ``None`` if the slot has another one, or was returned."""
-    try:
-        view = capture.slot.view()
-    except ValueError:  # it is unmapped
-        return None
-    if view.sequence != capture.sequence:
-        return None
-    return view
-
-
-def slot_phase(capture: Capture) -> SlotPhase:
-    """Return the phase of a capture in its slot; EMPTY if it was dropped or overwritten."""
-    if capture.is_dropped:
-        return SlotPhase.EMPTY
-    view = _slot_view(capture)
-    if view is None:
-        return SlotPhase.EMPTY
-    return view.phase
-
-
 def _is_whole_in_slot(capture: Capture) -> bool:
-    return capture.phase is CapturePhase.WHOLE and slot_phase(capture) is SlotPhase.WHOLE
+    return capture.phase is CapturePhase.WHOLE and capture.slot_phase is SlotPhase.WHOLE
 
 
 def _is_needed(capture: Capture) -> bool:
-    return not capture.released.is_set() or (capture.is_in_slot and not capture.is_dropped)
+    return not capture.released.is_set() or capture.is_in_memory

@@ -12,7 +12,7 @@ side stream: small lazy tensors into the staging buffer, then runs of the stagin
 4. the gate makes the compute stream wait for an event after all copies: no host thread blocks.
 
 Into a slot that is not page-locked the copy thread copies instead of the side stream, through its own page-locked
-buffers (``reader``). The gate then waits for the copy thread, as for copies from a CPU.
+buffers (``pieces_of``). The gate then waits for the copy thread, as for copies from a CPU.
 
 The device writes no control words. Calls wait for it only to copy large eager tensors into a slot that is not
 page-locked.
@@ -20,7 +20,8 @@ page-locked.
 
 import ctypes
 import logging
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 
@@ -30,7 +31,6 @@ from lazysnap.capture.capture import Capture
 from lazysnap.capture.devices import event_for_thread
 from lazysnap.capture.frozen import FrozenTensors
 from lazysnap.capture.plan import CapturePlan, view_of
-from lazysnap.capture.reader import pieces_of
 from lazysnap.capture.registration import register
 
 logger = logging.getLogger(__name__)
@@ -41,6 +41,10 @@ STAGED_BYTES = 64 << 20
 """Maximum bytes of eager tensors in the staging buffer, which exists as long as training runs."""
 EVENT_BYTES = 64 << 20
 """Bytes copied between two events that move the watermark."""
+
+CHUNK_BYTES = 16 << 20
+"""A piece of device memory: the bytes that the copy thread copies to the host at a time."""
+_rings_of_thread = threading.local()
 
 Transfer = tuple[int, torch.Tensor, torch.Tensor]
 """Start in the image, its place in the slot, source on the device."""
@@ -235,6 +239,49 @@ class DeviceCopier:
 def _bring(host: torch.Tensor, source: torch.Tensor, ready: torch.Event) -> None:
     """Copy ``source`` into memory that is not page-locked. Blocks."""
     target = host.data_ptr()
-    for piece in pieces_of(source, [ready]):
+    for piece in pieces_of(source, ready):
         ctypes.memmove(target, (ctypes.c_ubyte * len(piece)).from_buffer(piece), len(piece))
         target += len(piece)
+
+
+def pieces_of(tensor: torch.Tensor, ready: torch.Event) -> Iterator[memoryview]:
+    """Yield views of the bytes of ``tensor``, which is on a device; each is valid until the next.
+
+    Blocks: until everything before ``ready`` and each copy to the host is done. Copies run on a separate stream, so
+    training's kernels wait for nothing. The device copies a piece while the caller uses the piece before.
+    """
+    side, buffers = _ring(tensor.device)
+    with torch.accelerator.device_index(tensor.device.index), side:
+        side.wait_event(ready)
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    parts = torch.split(flat, CHUNK_BYTES)
+    queued = _queue(parts[0], side, buffers[0])
+    for number in range(len(parts)):
+        landed = queued
+        if number + 1 < len(parts):
+            queued = _queue(parts[number + 1], side, buffers[(number + 1) % 2])
+        with torch.accelerator.device_index(tensor.device.index):
+            landed.synchronize()
+        address = buffers[number % 2].data_ptr()
+        yield memoryview((ctypes.c_ubyte * parts[number].nbytes).from_address(address)).cast("B")
+
+
+def _queue(part: torch.Tensor, side: torch.Stream, buffer: torch.Tensor) -> torch.Event:
+    with torch.accelerator.device_index(part.device.index), side:
+        buffer[: part.nbytes].copy_(part, non_blocking=True)
+        part.record_stream(side)  # a caller that takes no further piece may release the tensor
+        return event_for_thread(part.device)
+
+
+def _ring(device: torch.device) -> tuple[torch.Stream, list[torch.Tensor]]:
+    """Return a stream and two page-locked buffers that only this thread uses."""
+    rings = vars(_rings_of_thread)
+    key = str(device)
+    if key not in rings:
+        rings[key] = (torch.Stream(device), [_locked_buffer(), _locked_buffer()])
+    stream, buffers = rings[key]
+    return stream, buffers
+
+
+def _locked_buffer() -> torch.Tensor:
+    return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)

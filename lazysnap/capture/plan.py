@@ -105,6 +105,8 @@ class CapturePlan:
     signature: object
     replicas: list[int] = field(default_factory=list)
     """See ``CaptureMeta``."""
+    parameters: dict[str, list[str]] | None = None
+    """Names of each optimizer's parameters, in its order, by the optimizer's path in the state."""
     outline: dict[str, list[Any]] = field(default_factory=dict, repr=False)
     """The result of ``outline_of`` for the walk of the plan."""
     guards: Any = field(default=None, repr=False)
@@ -120,6 +122,8 @@ class CapturePlan:
         fields: dict[str, Any] = {"tensors": self.logical, "aliases": self.aliases}
         if self.replicas:
             fields["replicas"] = self.replicas
+        if self.parameters is not None:
+            fields["parameters"] = self.parameters
         return json_text(fields)[1:-1]
 
     @cached_property

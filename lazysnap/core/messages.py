@@ -22,6 +22,7 @@ Terms of ``core``:
 """
 
 import enum
+from collections.abc import Collection
 from typing import Any
 
 from msgspec import Struct
@@ -59,6 +60,11 @@ class NamedStep(Struct, frozen=True, order=True, array_like=True):
 
     name: str
     key: StepKey
+
+
+def is_removed(named: NamedStep, released: Collection[NamedStep]) -> bool:
+    """Return True if a snapshot is to lose its name. ``released``: see ``TrainerState``."""
+    return any(removal.name == named.name and named.key < removal.key for removal in released)
 
 
 class LevelSettings(Struct, frozen=True):
@@ -199,8 +205,8 @@ class TrainerState(Struct, frozen=True, tag="trainer"):
     """Steps of this start that other nodes must protect, due or not."""
     names: tuple[NamedStep, ...] = ()
     """Names to give. Their steps are required at the first level."""
-    released: tuple[str, ...] = ()
-    """Names to remove at every level. Invariant: none of them is in ``names``."""
+    released: tuple[NamedStep, ...] = ()
+    """Names to remove at every level, each from all snapshots that are older than its key."""
     is_preempted: bool = False
     """True after a preemption signal: the newest capture is stored at once, and all ranks are informed."""
     is_sealed: bool = False

@@ -47,8 +47,8 @@ class Wants(Struct, frozen=True):
     """Steps that other nodes must protect."""
     names: tuple[NamedStep, ...] = ()
     """Names to give. Their steps are required at the first level."""
-    released: frozenset[str] = frozenset()
-    """Names to remove."""
+    released: frozenset[NamedStep] = frozenset()
+    """Names to remove: see ``TrainerState``."""
     is_preempted: bool = False
     """True if some rank is preempted."""
     is_restoring: bool = False
@@ -313,7 +313,7 @@ class Ranks:
         required: set[StepKey] = set()
         protect: set[StepKey] = set()
         names: set[NamedStep] = set()
-        released: set[str] = set()
+        released: set[NamedStep] = set()
         is_preempted = False
         is_restoring = False
         self.is_served = False

@@ -34,7 +34,7 @@ from lazysnap.core.actions import (
     TaskEnded,
     WriteLevel,
 )
-from lazysnap.core.messages import GrantProgress, NamedStep, NameRefusal, StepKey
+from lazysnap.core.messages import GrantProgress, NamedStep, NameRefusal, StepKey, is_removed
 from lazysnap.core.node import Node, NodeLevel, RankView, is_in_memory
 
 MAX_HANGING = 3
@@ -84,7 +84,7 @@ class LevelTasks:
             return [self._retry_at]
         return []
 
-    def is_idle(self, names: Set[NamedStep], released: Set[str]) -> bool:
+    def is_idle(self, names: Set[NamedStep], released: Set[NamedStep]) -> bool:
         """Return True if nothing remains to be done, or the level fails.
 
         Steps of hanging threads do not count: waiting for them could keep the process forever.
@@ -181,7 +181,9 @@ class LevelTasks:
         self.level.leftovers.update(_keys_of(task))
         self.level.leftovers -= self.level.stored
 
-    def decide(self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float) -> list[Action]:
+    def decide(
+        self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[NamedStep], now: float
+    ) -> list[Action]:
         """Return the actions for the running task, or the next task.
 
         Args:
@@ -203,7 +205,7 @@ class LevelTasks:
         return [task]
 
     def _next_task(
-        self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[str], now: float
+        self, ranks: Sequence[RankView], names: Set[NamedStep], released: Set[NamedStep], now: float
     ) -> Task | None:
         if not self.level.is_ready:
             if now < self._retry_at:
@@ -242,17 +244,17 @@ class LevelTasks:
         return WriteLevel(self.index, next(self.numbers), key, slots, level.order.source)
 
     def _names_to_set(
-        self, names: Set[NamedStep], released: Set[str]
+        self, names: Set[NamedStep], released: Set[NamedStep]
     ) -> tuple[tuple[NamedStep, ...], tuple[NamedStep, ...]] | None:
         """Return the names to give and to remove; None if there are none."""
         level = self.level
         added = []
         for named in sorted(names - level.names):
-            if named.name not in released and self.may_give(named):
+            if not is_removed(named, released) and self.may_give(named):
                 added.append(named)
         taken_away = []
         for named in sorted(level.names):
-            if named.name in released:
+            if is_removed(named, released):
                 taken_away.append(named)
         if not added and not taken_away:
             return None

@@ -110,8 +110,7 @@ class BestSnapshots:
 
     def _present(self, like: BestName) -> list[BestName]:
         """Return the names of the same metric that snapshots of this run have or will get, the best first."""
-        stored_names = {named.name for named in self._named_steps()}
-        names = best_names(self._recorder.names(stored_names))
+        names = best_names(self._recorder.names(self._run.first_start))
         return [name for name in names if name.ranking == like.ranking]
 
     def _surplus(self, wish: KeepBest) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from lazysnap import faults
 from lazysnap.capture.devices import is_capturing_graph
 from lazysnap.capture.gate import OptimizerGates
 from lazysnap.capture.plan import check_kinds, versions_of
+from lazysnap.core.messages import KeeperState
 from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
@@ -192,8 +193,11 @@ class Boundaries:
         return began
 
     def _report_sizes(self) -> None:
+        plan = self._recorder.state.plan
+        if plan is None:
+            return
         try:
-            self._recorder.report_sizes()
+            self._memory.report_sizes(plan.layout.size_bytes)
         except (OSError, ValueError) as error:  # only the report needs it
             logger.info("the memory of the training is unknown: %s", error)
 
@@ -246,12 +250,15 @@ class Boundaries:
             if left_s < 0 or not self._recorder.may_retry:
                 break  # ``close`` reports it
             self.prepare()
-            if not self.wait_ready(left_s):
+            # While the keeper is silent, no boundary waits for a slot.
+            if not self._memory.client.wait(self._is_keeper_answering, left_s) or not self.wait_ready(left_s):
                 break
-            time.sleep(0.005)
         self.finish_copies()
         self._recorder.forbid_repeat()
         return self._recorder.last_step == step and not self._captures.has_lost_newest
+
+    def _is_keeper_answering(self, _: KeeperState) -> bool:
+        return not self._memory.client.is_silent
 
     def capture_last(self) -> None:
         """Capture the state of the last boundary, if it was not due or found no slot, unless weights changed since.
@@ -370,7 +377,7 @@ class Boundaries:
         self.gates.remove()
         self._recorder.check.cancel()
         self._captures.close(self._config.io_timeout_s)
-        self._recorder.forget_plan()
+        self._recorder.state.forget_plan()
         self._source.release()
         self._weights = []
 

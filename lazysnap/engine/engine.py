@@ -11,7 +11,6 @@ from lazysnap.capture.plan import check_kinds
 from lazysnap.config import KeepBest, SnapshotConfig, config_at
 from lazysnap.engine.best import BestSnapshots
 from lazysnap.engine.boundaries import Boundaries
-from lazysnap.engine.level_checks import shared_levels
 from lazysnap.engine.messages import Messages
 from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.recorder import Recorder
@@ -148,7 +147,6 @@ class SnapshotEngine:
         check_places(self._world, self._config, self._identity.job_id)
         discovery = discover_keepers(self._world, self._client, self._config, self._identity.job_id)
         self._recorder.memory.group = discovery.group
-        shared = shared_levels(self._world, self._config.levels)
         restart = Restart(
             self._config,
             self._source,
@@ -158,7 +156,7 @@ class SnapshotEngine:
             discovery,
             start=self._recorder.meta.start,
         )
-        return Run(restart, self._recorder, shared)
+        return Run(restart, self._recorder)
 
     def _seal(self, timeout_s: float) -> None:
         self._boundaries.seal(timeout_s)
@@ -384,7 +382,7 @@ class SnapshotEngine:
         """
         self._check_open("replan")
         with self._boundaries.lock:
-            self._recorder.forget_plan()
+            self._recorder.state.forget_plan()
 
     def gate(self) -> None:
         """Wait until parameters and optimizer state may change again: the last capture's copies are done::

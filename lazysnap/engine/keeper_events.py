@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from lazysnap.config import SnapshotConfig, due_every
-from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, StepKey
+from lazysnap.config import SnapshotConfig
+from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NameRefusal, StepKey
 from lazysnap.engine.messages import MessageKind, Messages
 
 _REMEMBERED = 1024
@@ -26,65 +26,23 @@ class KeeperEvents:
         self._statistics = messages.statistics
         self._rank = rank
         self._urls = [level.url for level in config.levels]
-        self._due: list[int | None] = []
-        """Steps between due snapshots, by level; ``None`` for a level that stores by time."""
-        for level in config.levels:
-            every = None
-            if level.every_n_steps is not None:
-                every = due_every(level.every_n_steps, config.every_n_steps)
-            self._due.append(every)
         self._state = KeeperState()
         self._pid: int | None = None
         """Process id of the keeper; ``None`` without a keeper."""
         self._is_silent = False
         """True if that keeper is alive but does not answer."""
         self._start = 0
-        self._from_step = 0
         self._counted: list[list[int]] = [[] for _ in self._urls]
         """Counted complete steps of this start, by level, in ascending order."""
-        self._wanted_names: dict[str, int] = {}
-        """Names given in this start that the first level does not have yet, with their steps."""
-        self._released_names: set[str] = set()
-        """Names that were removed in this start."""
         self.lost_names: dict[str, str] = {}
         """Names whose snapshot the first level will never have, with the reason."""
 
-    def begin(self, start: int, step: int) -> None:
-        """Begin another start, which resumes at ``step``. Nothing of it is durable yet."""
+    def begin(self, start: int) -> None:
+        """Begin another start. Nothing of it is durable yet."""
         self._start = start
-        self._from_step = step
         self._counted = [[] for _ in self._urls]
-        self._wanted_names = {}
-        self._released_names = set()
         self._statistics.last_durable_step.clear()
         self._statistics.last_protected_step = None
-
-    def name_given(self, name: str, step: int) -> None:
-        """Record that the keeper was asked to name a step of this start."""
-        self._wanted_names[name] = step
-        self._released_names.discard(name)
-
-    def name_released(self, name: str) -> None:
-        """Record that the keeper was asked to remove a name."""
-        self._wanted_names.pop(name, None)
-        self._released_names.add(name)
-
-    def names(self, stored_names: set[str]) -> set[str]:
-        """Return the names that the first level has or will get. ``stored_names``: names that the keeper reported."""
-        return (stored_names | set(self._wanted_names)) - self._released_names
-
-    def are_names_answered(self, state: KeeperState) -> bool:
-        """Return True if the first level has all names, except those that it can never get. Pure."""
-        if state.levels and state.levels[0].is_failing:
-            return True  # it may not answer for hours
-        if any(named.name in self._released_names for named in state.names):
-            return False
-        return all(self._is_answered(name, step, state) for name, step in self._wanted_names.items())
-
-    def _is_answered(self, name: str, step: int, state: KeeperState) -> bool:
-        key = StepKey(self._start, step)
-        is_refused = any(refusal.name == name and refusal.url == self._urls[0] for refusal in state.name_refusals)
-        return is_refused or NamedStep(name, key) in state.names or key in state.lost
 
     # ---------------------------------------------------------------- comparing
 
@@ -109,7 +67,7 @@ class KeeperEvents:
                     level_before = before.levels[index]
                 self._compare_level(index, level_before, level)
             self._compare_protected(before.protected, state.protected)
-            self._compare_names(before, state)
+            self._compare_refusals(before.name_refusals, state.name_refusals)
             self._compare_alerts(before.alerts, state.alerts)
         for alert in state.alerts:
             if alert.about in _ALERTS:
@@ -166,23 +124,11 @@ class KeeperEvents:
         if len(counted) == _REMEMBERED:
             steps = [step for step in steps if step > counted[0]]
         self._counted[index] = sorted([*counted, *steps])[-_REMEMBERED:]
-        url = self._urls[index]
         if steps:
+            url = self._urls[index]
             self._statistics.persisted[url] += len(steps)
-        for step in steps:
-            self._note_durable(url, step, self._due[index])
+            self._statistics.last_durable_step[url] = self._counted[index][-1]
         return steps
-
-    def _note_durable(self, url: str, step: int, due_every_n: int | None) -> None:
-        before = self._from_step
-        if url in self._statistics.last_durable_step:
-            before = self._statistics.last_durable_step[url]
-            if step <= before:
-                return
-        if due_every_n is not None:
-            num_due = (step - 1) // due_every_n - before // due_every_n
-            self._statistics.dropped[url] += max(0, num_due)
-        self._statistics.last_durable_step[url] = step
 
     # ---------------------------------------------------------------- the rest
 
@@ -197,18 +143,10 @@ class KeeperEvents:
             self._statistics.protected += 1
         self._statistics.last_protected_step = now.step
 
-    def _compare_names(self, before: KeeperState, now: KeeperState) -> None:
-        for refusal in now.name_refusals:
-            if refusal not in before.name_refusals:
+    def _compare_refusals(self, before: Sequence[NameRefusal], now: Sequence[NameRefusal]) -> None:
+        for refusal in now:
+            if refusal not in before:
                 self._messages.tell(MessageKind.NAME_FAILS, name=refusal.name, text=f"{refusal.url}: {refusal.text}")
-        for name, step in list(self._wanted_names.items()):
-            if not self._is_answered(name, step, now):
-                continue
-            del self._wanted_names[name]
-            key = StepKey(self._start, step)
-            if key in now.lost and NamedStep(name, key) not in now.names:
-                text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
-                self.lose_name(name, text)
 
     def lose_name(self, name: str, text: str) -> None:
         """Report a name whose snapshot will never be stored."""

@@ -1,11 +1,21 @@
-"""Collects the state of this rank at a boundary from the live objects."""
+"""Collects the state of this rank at a boundary from the live objects, and plans its capture."""
 
+import logging
 import time
 from dataclasses import replace
 
 from torch.distributed.tensor import DTensor
 
-from lazysnap.capture.plan import CapturePlan, Key, check_walk, frozen_keys, lazy_keys, make_plan
+from lazysnap.capture.plan import (
+    CapturePlan,
+    Key,
+    check_walk,
+    frozen_keys,
+    lazy_keys,
+    make_plan,
+    optimizer_signature,
+    storage_of,
+)
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.ranks.partition import Partition, replicated_keys
 from lazysnap.ranks.world import World
@@ -13,13 +23,15 @@ from lazysnap.state.sharding import local_of
 from lazysnap.state.source import StateSource
 from lazysnap.state.walk import StateWalker, Walk
 
+logger = logging.getLogger(__name__)
+
 _SLOW_S = 0.1
 
 
 class LocalState:
-    """Collects the state, and selects the part that this rank captures. Used on the training thread.
+    """Collects the state, selects the part that this rank captures, and plans it. Used on the training thread.
 
-    Keeps the last walk, to compare the next one with, and the partition that all ranks agreed on.
+    Keeps the last walk, to compare the next one with, the partition that all ranks agreed on, and the last plan.
     """
 
     def __init__(self, source: StateSource, world: World, messages: Messages) -> None:
@@ -27,6 +39,8 @@ class LocalState:
         self._world = world
         self._messages = messages
         self._walker = StateWalker()
+        self.plan: CapturePlan | None = None
+        """The plan of the last capture. It is valid as long as the structure of the state stays the same."""
         self._partition: Partition | None = None
         """Invariant: ``None`` if there is only one rank, which captures everything."""
         self._lazy: set[Key] = set()
@@ -40,8 +54,9 @@ class LocalState:
         self._was_slow = False
         """True if collecting the state was slow at the last capture."""
 
-    def forget_partition(self) -> None:
-        """Compute this rank's part again at the next capture, within the agreement of the first one."""
+    def forget_plan(self) -> None:
+        """Compute plan and part of this rank again at the next capture, within the agreement of the first one."""
+        self.plan = None
         self._partition = None
 
     def collect(self) -> Walk:
@@ -81,8 +96,22 @@ class LocalState:
             return everything
         return replace(everything, tensors=list(map(local_of, everything.tensors)))
 
-    def make_plan(self, part: Walk) -> CapturePlan:
-        """Return a new plan for captures of ``part``. Raises: StateError."""
+    def plan_for(self, part: Walk, everything: Walk) -> CapturePlan:
+        """Return the plan for a capture of ``part``: the last plan, unless the structure of the state changed.
+
+        Raises: StateError.
+        """
+        if self.plan is not None:
+            cause = self.plan.mismatch(part, optimizer_signature(self._source))
+            if cause is None:
+                return self.plan
+            # Loading a checkpoint causes this, too. Nothing is lost.
+            logger.info("the capture plan is made again: %s", cause)
+        check_walk(everything)
+        self.plan = replace(self._make_plan(part), parameters=self._names_of_parameters(everything))
+        return self.plan
+
+    def _make_plan(self, part: Walk) -> CapturePlan:
         partition = self._partition
         if partition is None:
             return make_plan(part, self._source)
@@ -95,3 +124,26 @@ class LocalState:
                 logical["nodes"] = partition.nodes[name]
             plan.logical[name] = logical
         return replace(plan, replicas=partition.replicas)
+
+    def _names_of_parameters(self, everything: Walk) -> dict[str, list[str]] | None:
+        """Return ``CapturePlan.parameters``: an optimizer's own state only has numbers for parameters.
+
+        Optimizers of which one parameter has no name are skipped. Warns of parameters whose values are in no part of
+        the state.
+        """
+        names = self._source.parameter_names()
+        optimizers = self._source.optimizer_parameters()
+        listed = {}
+        for path, parameters in optimizers.items():
+            listed[path] = [names.get(id(parameter), "") for parameter in parameters]
+        complete = {path: listed_names for path, listed_names in listed.items() if all(listed_names)}
+        if len(complete) < len(listed):
+            captured = {storage_of(tensor) for tensor in everything.tensors}
+            for path, listed_names in listed.items():
+                num_missing = 0
+                for name, parameter in zip(listed_names, optimizers[path], strict=True):
+                    if not name and parameter.numel() > 0 and storage_of(parameter) not in captured:
+                        num_missing += 1
+                if num_missing:
+                    self._messages.tell(MessageKind.VALUES_MISSING, count=num_missing, path=path)
+        return complete or None

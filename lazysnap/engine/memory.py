@@ -6,22 +6,27 @@ from collections.abc import Iterable
 
 from rich.filesize import decimal
 
-from lazysnap.capture.captures import Captures, slot_phase
+from lazysnap.capture.captures import Captures
 from lazysnap.capture.registration import registrar
 from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import MemoryWish
 from lazysnap.engine import report
 from lazysnap.engine.estimate import bytes_of_share, estimate_image_bytes, growth_bytes, resident_bytes
-from lazysnap.engine.job_settings import num_kept, num_slots
 from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
-from lazysnap.engine.protection import Protection
 from lazysnap.engine.restart_check import RestartCheck
 from lazysnap.engine.statistics import ALL_IN_USE, NO_MEMORY, NO_SLOTS
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.memory.budget import NODE, MemoryBoundExceeded
-from lazysnap.memory.slot_choice import SlotPhase, choose_slot, fits_image, surplus_slots
+from lazysnap.memory.slot_choice import (
+    SlotPhase,
+    choose_slot,
+    fits_image,
+    kept_whole,
+    slots_needed,
+    surplus_slots,
+)
 from lazysnap.memory.slot_files import spill_dir
 from lazysnap.memory.slots import TrainerSlot, slot_bytes
 from lazysnap.ranks.world import World
@@ -36,6 +41,8 @@ class Memory:
 
     ``memory.slot_choice`` has the rules. The next request depends on what was requested and refused before, and on the
     memory that training will still take.
+
+    PROTECTED (``unprotected`` is ``None``) -> UNPROTECTED (``follow_keeper``) -> PROTECTED (``become_protected``).
     """
 
     def __init__(
@@ -52,12 +59,18 @@ class Memory:
         self.check = RestartCheck(client, messages, source.clocks)
         """Compares two slots after a restart."""
         self.events = KeeperEvents(config, messages, world.rank)
-        self.protection = Protection(messages)
+        self.unprotected: str | None = None
+        """The reason why captures have no memory that outlives this process; ``None`` if they have, or it is not known
+        yet. Stays until the next capture begins.
+        """
+        self._last_cause = ""
+        """The last such reason, for the message at the end."""
         self.group = (1, 0)
         """Number of nodes that protect each other, and of nodes that may be lost."""
         self._spill_dir = spill_dir(config.memory, config.levels)
         """Directory for slots as files, if memory does not suffice."""
-        self._kept = num_kept(config, world)
+        self.kept = kept_whole(config.every_n_steps, world.size, runs_ahead=world.runs_ahead)
+        """K, the number of newest whole captures that are never overwritten: see ``memory.slot_choice``."""
         self._meta_bytes = META_BYTES
         self._asked: tuple[int, int] | None = None
         """Requested bytes of metadata and image."""
@@ -83,7 +96,7 @@ class Memory:
     @property
     def needed(self) -> int:
         """Return the slots of this rank."""
-        return num_slots(self._config, self._world, is_redundant=self.is_redundant)
+        return slots_needed(self.kept, is_read=bool(self._config.levels) or self.is_redundant)
 
     @property
     def is_ready(self) -> bool:
@@ -93,7 +106,7 @@ class Memory:
     @property
     def are_enough(self) -> bool:
         """True if there are enough slots of the requested size for captures."""
-        return len(self._fitting(self.client.slots())) > self._kept
+        return len(self._fitting(self.client.slots())) > self.kept
 
     def _fitting(self, slots: Iterable[TrainerSlot]) -> list[int]:
         """Return the ids of slots of the requested size."""
@@ -179,7 +192,7 @@ class Memory:
         if len(fitting) == len(slots) <= self.needed:
             return  # sizes do not change; words are only read for slots that may be returned
         views = [slot.view() for slot in slots.values()]
-        surplus = surplus_slots(views, self._kept, fitting=fitting, count=self.needed, busy=self._busy(slots.values()))
+        surplus = surplus_slots(views, self.kept, fitting=fitting, count=self.needed, busy=self._busy(slots.values()))
         for view in surplus:
             slot = slots[view.slot_id]
             self.captures.forget(slot)
@@ -203,7 +216,7 @@ class Memory:
     def _await_slots_for(self, image_bytes: int, meta_bytes: int) -> None:
         started_s = time.monotonic()
         while time.monotonic() < started_s + self._config.io_timeout_s:
-            if self.protection.cause is not None or self.client.is_silent:
+            if self.unprotected is not None or self.client.is_silent:
                 break
             time.sleep(0.001)
             self.follow_keeper()
@@ -231,7 +244,7 @@ class Memory:
             views.append(slot.view())
             if slot.slot_id not in ready:
                 busy.append(slot.slot_id)
-        view = choose_slot(views, self._kept, image_bytes=image_bytes, meta_bytes=meta_bytes, busy=busy)
+        view = choose_slot(views, self.kept, image_bytes=image_bytes, meta_bytes=meta_bytes, busy=busy)
         if view is None:
             return None
         return ready[view.slot_id]
@@ -247,7 +260,7 @@ class Memory:
             refusal = self.client.refusal()
             if refusal is not None:
                 raise refusal
-            self.protection.remind()
+            self.remind()
             return NO_MEMORY
         if self.is_ready:
             return ALL_IN_USE
@@ -261,16 +274,20 @@ class Memory:
         if self.client.is_connected:
             pid = self.client.keeper_pid
         self.events.compare(self.client.state, pid, is_silent=self.client.is_silent)
+        for named in self.client.take_lost_names():
+            step = named.key.step
+            text = f"the snapshot of step {step} was dropped, or overwritten in memory, before it was stored"
+            self.events.lose_name(named.name, text)
         refusal = self._refusal()
         if refusal and self._ask_for_less(refusal):
             return
-        error = self._missing_memory()
+        error = self.error()
         if error is None:
             return
         cause = str(error)
-        if cause != self.protection.cause:
+        if cause != self.unprotected:
             self._next_retry_s = time.monotonic() + self._config.io_timeout_s
-        self.protection.lose(cause, is_reported=self.client.refusal() is not None)
+        self._become_unprotected(cause)
 
     def _refusal(self) -> str:
         """Return why the keeper makes no further slot; empty if it does, or after a smaller request. Hot."""
@@ -279,17 +296,14 @@ class Memory:
             return ""
         return text
 
-    def _missing_memory(self) -> KeeperError | None:
+    def error(self) -> KeeperError | JobBusy | None:
         """Return why there is no memory for captures; ``None`` if there is, or it may still come. Hot."""
         if self.client.is_connected:
             text = self._refusal()
             if not text or self.are_enough:
                 return None
             return MemoryBoundExceeded(text)
-        failure = self.client.failure()
-        if not failure:
-            return None
-        return KeeperError(failure)
+        return self.client.error
 
     def _ask_for_less(self, refusal: str) -> bool:
         """Give up the slot that only serves the protection by other nodes; ``False`` if there is none."""
@@ -301,14 +315,10 @@ class Memory:
         self.ask_again()
         return True
 
-    def error(self) -> JobBusy | KeeperError | None:
-        """Return why there is no memory for captures, now or for the rest of this training."""
-        return self.client.refusal() or self._missing_memory()
-
     @property
     def is_missing(self) -> bool:
         """True if captures are impossible, because there is no memory of a keeper. Hot."""
-        return self.protection.cause is not None and not self.are_enough
+        return self.unprotected is not None and not self.are_enough
 
     def retry(self) -> None:
         """Connect to a keeper again and request memory, once in ``io_timeout_s``. Does not block."""
@@ -336,7 +346,7 @@ class Memory:
         """Return the phase of the last capture of ``step`` in its slot; EMPTY if no slot has it."""
         capture = self.captures.of_step(step)
         if capture is not None:
-            return slot_phase(capture)
+            return capture.slot_phase
         for slot in self.client.mapped():  # the resumed capture
             view = slot.view()
             if view.is_whole and view.step == step:
@@ -351,6 +361,45 @@ class Memory:
 
     # Messages
 
+    def become_protected(self, slot: TrainerSlot) -> None:
+        """Record that a capture began in that slot. Reports whether it is a file."""
+        self.unprotected = None
+        self._messages.tell_over(MessageKind.NO_MEMORY)
+        if slot.is_file:
+            self._messages.tell(MessageKind.FILES, directory=self._spill_dir)
+
+    def _become_unprotected(self, cause: str) -> None:
+        """Record why there is no memory. Warns, unless training ends with an error that contains the cause."""
+        is_new = self.unprotected is None
+        self.unprotected = cause
+        self._last_cause = cause
+        if is_new and self.client.refusal() is None:
+            self._messages.tell(MessageKind.NO_MEMORY, text=cause, lost=self.what_is_lost())
+
+    def remind(self) -> None:
+        """Repeat the warning, rarely, while training continues without memory. Called at a boundary."""
+        self._messages.tell_again(MessageKind.NO_MEMORY, text=self.unprotected, lost=self.what_is_lost())
+
+    def sum_up(self) -> None:
+        """Report the steps that were not protected, if any. Called at the end."""
+        count = self._statistics.skipped[NO_MEMORY]
+        if not count:
+            return
+        durable = [f"{url}: step {step}" for url, step in self._statistics.last_durable_step.items()]
+        stored = ", ".join(durable) or "none"
+        plural = "s" * (count != 1)
+        self._messages.tell(
+            MessageKind.STEPS_WITHOUT_MEMORY, count=count, s=plural, text=self._last_cause, stored=stored
+        )
+
+    def what_is_lost(self) -> str:
+        """Return, for a message, what a crash loses while memory is unavailable."""
+        newest = max(self._statistics.last_durable_step.values(), default=None)
+        since = "the beginning of this training"
+        if newest is not None:
+            since = f"step {newest}, the newest one on storage"
+        return f"nothing is captured, so nothing is stored: a crash loses every step since {since}"
+
     def report_sizes(self, image_bytes: int) -> None:
         """Print the memory that captures of that size take, and where and how often they are stored.
 
@@ -364,7 +413,7 @@ class Memory:
             per_rank = " per rank"
         taken = decimal(self.needed * self._bytes_each(image_bytes))
         available = decimal(available_bytes)
-        if self.protection.cause is not None:
+        if self.unprotected is not None:
             use = f"no memory: {self.needed} copies would take {taken}{per_rank}"
         elif any(slot.is_file for slot in slots):
             use = f"uses {taken} in files in {self._spill_dir}{per_rank} ({self.needed} copies)"
@@ -385,9 +434,3 @@ class Memory:
         if self._asked is not None:
             meta_bytes, image_bytes = self._asked
         return slot_bytes(meta_bytes, image_bytes)
-
-    def report_use(self, slot: TrainerSlot) -> None:
-        """Report, after a capture began in that slot, that there is memory again, and whether it is a file."""
-        self.protection.regain()
-        if slot.is_file:
-            self._messages.tell(MessageKind.FILES, directory=self._spill_dir)

@@ -177,9 +177,10 @@ class MessageKind(enum.Enum):
         is_lasting=True,
     )
     KEEPER_SILENT = MessageRow(
-        "the keeper of this node (process %(pid)d on %(node)s) does not answer: training and captures into memory "
-        "continue, but nothing of rank %(rank)d is stored until it answers. Look whether the process is stopped or its "
-        "machine overloaded; if you kill it, another one is started and takes over its memory",
+        "the keeper of this node (process %(pid)d on %(node)s) does not answer: training continues, and captures as "
+        "long as a copy in memory is free, but nothing of rank %(rank)d is stored until it answers. Look whether the "
+        "process is stopped or its machine overloaded; if you kill it, another one is started and takes over its "
+        "memory",
         over="the keeper (process %(pid)d) answers again: snapshots are stored again",
         is_lasting=True,
     )

@@ -5,15 +5,13 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from lazysnap.capture.plan import CapturePlan, storage_of
+from lazysnap.capture.plan import CapturePlan
 from lazysnap.config import SnapshotConfig
-from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.ranks.checks import check_alike, common_settings
 from lazysnap.ranks.world import World
 from lazysnap.restore.level import newest_id
 from lazysnap.shard.manifest import json_text
 from lazysnap.shard.names import id_after, new_id
-from lazysnap.state.source import StateSource
 from lazysnap.state.walk import Walk
 
 _LISTING_S = 3.0
@@ -42,11 +40,7 @@ class MetaWriter:
     world_size: int
     newest: str = ""
     """The greatest id at the levels at that time; empty if there was none."""
-    parameters: dict[str, list[str]] | None = None
-    """See ``names_of_parameters``."""
     _packages: dict[str, str] = field(default_factory=package_versions, repr=False)
-    _written: tuple[dict[str, list[str]], str] | None = field(default=None, init=False, repr=False)
-    """The last argument and result of ``_parameters_text``."""
 
     @classmethod
     def agreed(cls, world: World, config: SnapshotConfig) -> "MetaWriter":
@@ -108,40 +102,6 @@ class MetaWriter:
             "captured_ns": time.time_ns(),
             "packages": self._packages,
         }
-        # The parts that grow with the number of tensors are encoded already: plan, optimizers, walk.
-        text = f'{json_text(fields)[:-1]},{plan.facts_text},{self._parameters_text()}"state":{walked.text}}}'
+        # The parts that grow with the number of tensors are encoded already.
+        text = f'{json_text(fields)[:-1]},{plan.facts_text},"state":{walked.text}}}'
         return text.encode("utf-8", "surrogatepass")
-
-    def _parameters_text(self) -> str:
-        """Return the field ``parameters`` with a comma; empty if there is none."""
-        if self.parameters is None:
-            return ""
-        if self._written is None or self._written[0] is not self.parameters:
-            self._written = self.parameters, f'"parameters":{json_text(self.parameters)},'
-        return self._written[1]
-
-
-def names_of_parameters(source: StateSource, everything: Walk, messages: Messages) -> dict[str, list[str]] | None:
-    """Return the names of each optimizer's parameters, in its order, by the optimizer's path in the state.
-
-    An optimizer's own state only has numbers for parameters.
-
-    Optimizers of which one parameter has no name are skipped. Warns of parameters whose values are in no part of the
-    state.
-    """
-    names = source.parameter_names()
-    optimizers = source.optimizer_parameters()
-    listed = {}
-    for path, parameters in optimizers.items():
-        listed[path] = [names.get(id(parameter), "") for parameter in parameters]
-    complete = {path: listed_names for path, listed_names in listed.items() if all(listed_names)}
-    if len(complete) < len(listed):
-        captured = {storage_of(tensor) for tensor in everything.tensors}
-        for path, listed_names in listed.items():
-            num_missing = 0
-            for name, parameter in zip(listed_names, optimizers[path], strict=True):
-                if not name and parameter.numel() > 0 and storage_of(parameter) not in captured:
-                    num_missing += 1
-            if num_missing:
-                messages.tell(MessageKind.VALUES_MISSING, count=num_missing, path=path)
-    return complete or None

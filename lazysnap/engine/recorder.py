@@ -1,27 +1,19 @@
 """The capture at a boundary: collect the state, plan, choose a slot, begin the copies."""
 
-import logging
-import time
 from collections import Counter
 
 from lazysnap import faults
 from lazysnap.capture.capture import Capture, CapturePhase
-from lazysnap.capture.captures import slot_phase
-from lazysnap.capture.plan import CapturePlan, check_walk, optimizer_signature
 from lazysnap.config import SnapshotConfig
 from lazysnap.engine.local_state import LocalState
 from lazysnap.engine.memory import Memory
 from lazysnap.engine.messages import MessageKind, Messages
-from lazysnap.engine.meta import MetaWriter, names_of_parameters
+from lazysnap.engine.meta import MetaWriter
 from lazysnap.engine.statistics import ALL_IN_USE, NO_MEMORY, NO_SLOTS
 from lazysnap.keeper.client import KeeperClient
-from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.ranks.world import World
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.source import StateSource
-from lazysnap.state.walk import Walk
-
-logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -41,7 +33,6 @@ class Recorder:
     ) -> None:
         """Collective."""
         self._config = config
-        self._source = source
         self._client = client
         self._world = world
         self.messages = messages
@@ -52,16 +43,12 @@ class Recorder:
         self._forbids_repeats = False
         """True if no later restart of this run is to repeat a step as a check: one has proved the run."""
         self.meta = MetaWriter.agreed(world, config)
-        self._state = LocalState(source, world, messages)
-        self._plan: CapturePlan | None = None
-        """The plan of the last capture. It is valid as long as the structure of the state stays the same."""
+        self.state = LocalState(source, world, messages)
         self._resumed_step: int | None = None
         self.seen_step: int | None = None
         """The step of the last boundary, or of the snapshot that was resumed."""
         self._skipped: tuple[int | None, str] | None = None
         """The step that was skipped since the newest capture, and the reason."""
-        self._unprepared_since_s: float | None = None
-        """The time since when steps are skipped because memory is being prepared, if they are."""
         self.encoded_once = False
         """True after the first successful capture. Later errors only drop a snapshot."""
         self.is_sealed = False
@@ -124,7 +111,7 @@ class Recorder:
     @property
     def may_retry(self) -> bool:
         """True if the last due boundary was skipped because memory is not ready yet."""
-        if self._skipped is None or self.memory.protection.cause is not None:
+        if self._skipped is None or self.memory.unprotected is not None:
             return False
         _, reason = self._skipped
         return reason in (NO_SLOTS, ALL_IN_USE)
@@ -139,7 +126,7 @@ class Recorder:
         """
         self.seen_step = step
         newest = self.captures.newest
-        if newest is not None and _is_in_memory(newest):
+        if newest is not None and newest.is_in_memory:
             newest.slot.reach(step)
         for name, step_of_name in list(self._names_for_next.items()):
             if step_of_name is None:
@@ -176,9 +163,9 @@ class Recorder:
         reason = self._reason_not_to_collect()
         if reason:
             return reason
-        everything = self._state.collect()
-        part = self._state.part_of(everything)
-        plan = self._plan_for(part, everything)
+        everything = self.state.collect()
+        part = self.state.part_of(everything)
+        plan = self.state.plan_for(part, everything)
         self.encoded_once = True
         meta = self.meta.write(step, plan, part)
         slot = self.memory.slot_for(plan.layout.size_bytes, len(meta))
@@ -199,35 +186,14 @@ class Recorder:
             # The first boundary must raise for values that no snapshot can hold. With several ranks the walk may be
             # collective, and all ranks call it at the same steps.
             if self.encoded_once and self._world.is_alone:
-                self.memory.protection.remind()
+                self.memory.remind()
                 return NO_MEMORY
         elif self.memory.is_awaited:
             self.memory.start()
-        elif self._plan is not None and not self._client.slots():
+        elif self.state.plan is not None and not self._client.slots():
             self._client.start()
             return NO_SLOTS
         return ""
-
-    def _plan_for(self, part: Walk, everything: Walk) -> CapturePlan:
-        """Return the plan for a capture of ``part``: the last plan, unless the structure of the state changed.
-
-        Raises: StateError.
-        """
-        if self._plan is not None:
-            cause = self._plan.mismatch(part, optimizer_signature(self._source))
-            if cause is None:
-                return self._plan
-            # Loading a checkpoint causes this, too. Nothing is lost.
-            logger.info("the capture plan is made again: %s", cause)
-        check_walk(everything)
-        self.meta.parameters = names_of_parameters(self._source, everything, self.messages)
-        self._plan = self._state.make_plan(part)
-        return self._plan
-
-    def forget_plan(self) -> None:
-        """Drop the plan: ranks share less of the state than before, or captures have stopped."""
-        self._plan = None
-        self._state.forget_partition()
 
     def _start(self, capture: Capture, meta: bytes) -> None:
         """Begin the capture in its slot, then begin the copies."""
@@ -242,7 +208,7 @@ class Recorder:
         self._client.note_waited(self._statistics.waited_s)
         self.captures.begin(capture)
         self.check.compare(capture)
-        self.memory.report_use(capture.slot)
+        self.memory.become_protected(capture.slot)
         faults.point("engine.begun")
         self._count_begun(capture.step)
         self._statistics.shard_bytes = image_bytes
@@ -250,7 +216,6 @@ class Recorder:
 
     def _count_begun(self, step: int) -> None:
         self._statistics.began += 1
-        self._become_prepared()
         if self._skipped is not None:
             skipped_step, reason = self._skipped
             if skipped_step == step:  # the retry succeeded
@@ -269,35 +234,14 @@ class Recorder:
     def forbid_repeat(self) -> None:
         """Make a restart resume exactly the newest capture: it was requested, or training ends with it."""
         newest = self.captures.newest
-        if newest is not None and newest.is_in_slot:
+        if newest is not None and newest.is_in_memory:
             newest.slot.allow_repeat(is_repeatable=False)
 
     def skip(self, reason: str) -> None:
         """Count a boundary that began no capture, once, even if it is retried."""
-        if reason != NO_SLOTS:
-            self._become_prepared()
-        elif self._unprepared_since_s is None:
-            self._unprepared_since_s = time.monotonic()
         if self._skipped is None or self._skipped[0] != self.seen_step:
             self._skipped = (self.seen_step, reason)
             self._statistics.skipped[reason] += 1
-
-    def _become_prepared(self) -> None:
-        """End the time of skipped steps: one was captured, or there is another reason."""
-        self.count_preparation()
-        self._unprepared_since_s = None
-
-    def count_preparation(self) -> None:
-        """Count the time until now, if steps are skipped because memory is being prepared."""
-        if self._unprepared_since_s is not None:
-            now_s = time.monotonic()
-            self._statistics.preparation_s += now_s - self._unprepared_since_s
-            self._unprepared_since_s = now_s
-
-    def report_sizes(self) -> None:
-        """Print the memory of captures, once there is a plan. Blocks, and raises: as ``Memory.report_sizes``."""
-        if self._plan is not None:
-            self.memory.report_sizes(self._plan.layout.size_bytes)
 
     # Ended captures
 
@@ -338,24 +282,22 @@ class Recorder:
     def step_to_name(self, *, is_over: bool) -> int:
         """Return the step that ``keep`` would name now."""
         newest = self.captures.newest
-        if is_over and newest is not None and newest.step == self.seen_step and _is_in_memory(newest):
+        if is_over and newest is not None and newest.step == self.seen_step and newest.is_in_memory:
             return newest.step
         return (self.seen_step or 0) + 1
 
-    def names(self, stored_names: set[str]) -> set[str]:
-        """Return the names that snapshots of the run have or will get. ``stored_names``: at the first level."""
-        return self.memory.events.names(stored_names) | set(self._names_for_next)
+    def names(self, first_start: int) -> set[str]:
+        """Return the names that snapshots of the run have or will get. ``first_start``: see ``KeeperClient.names``."""
+        return self._client.names(first_start) | set(self._names_for_next)
 
     def _give_name(self, name: str, step: int) -> None:
         self.forbid_repeat()
         self._client.keep(name, step)
-        self.memory.events.name_given(name, step)
 
     def release(self, name: str) -> None:
         """Remove the name from every snapshot of the run."""
         self._names_for_next.pop(name, None)
         self._client.release(name)
-        self.memory.events.name_released(name)
 
     def _lose_names_for_next(self, did: str) -> None:
         for name in self._names_for_next:
@@ -365,8 +307,3 @@ class Recorder:
     def end_names(self) -> None:
         """Report names that wait for a capture as lost: captures have stopped."""
         self._lose_names_for_next("ended")
-
-
-def _is_in_memory(capture: Capture) -> bool:
-    """True if a capture is still in its slot, whole or being copied."""
-    return slot_phase(capture) in (SlotPhase.CAPTURING, SlotPhase.WHOLE)

@@ -8,7 +8,7 @@ from rich.filesize import decimal
 
 from lazysnap.config import PersistentLevel, SnapshotConfig, due_every
 from lazysnap.console import duration
-from lazysnap.engine.statistics import NO_SLOTS, Statistics
+from lazysnap.engine.statistics import Statistics
 from lazysnap.resolver import MEMORY, PARITY, short_id
 from lazysnap.restore.snapshot import Absence, Snapshot
 
@@ -258,10 +258,7 @@ def _sums(statistics: Statistics, end: EndFacts) -> str:
         captured += f" ({decimal(statistics.shard_bytes)} each)"
     parts = [captured]
     for reason, count in _uncaptured(statistics).items():
-        text = f"{count} step{_s(count)} not captured: {reason}"
-        if reason == NO_SLOTS:
-            text += f" for {duration(statistics.preparation_s)}"
-        parts.append(text)
+        parts.append(f"{count} step{_s(count)} not captured: {reason}")
     for url in end.urls:
         parts.append(f"stored {statistics.persisted[url]} at {url}{_newest(statistics, url)}")
     if statistics.last_protected_step is not None:
@@ -284,14 +281,9 @@ def _uncaptured(statistics: Statistics) -> dict[str, int]:
 
 
 def _newest(statistics: Statistics, url: str) -> str:
-    parts = []
-    if url in statistics.last_durable_step:
-        parts.append(f"newest: step {statistics.last_durable_step[url]}")
-    if statistics.dropped[url]:
-        parts.append(f"{statistics.dropped[url]} skipped for newer ones")
-    if not parts:
+    if url not in statistics.last_durable_step:
         return ""
-    return f" ({', '.join(parts)})"
+    return f" (newest: step {statistics.last_durable_step[url]})"
 
 
 def _untrained(resumed: Resumed, end: EndFacts) -> list[str]:

@@ -5,7 +5,6 @@ generator that is not part of the state. docs/architecture.md explains why the c
 """
 
 import ctypes
-import logging
 import math
 import threading
 import time
@@ -28,8 +27,6 @@ from lazysnap.memory.slots import TrainerSlot
 from lazysnap.resolver import SnapshotKey
 from lazysnap.shard.layout import Layout, TensorSpec
 from lazysnap.shard.manifest import TAG, CaptureMeta
-
-logger = logging.getLogger("lazysnap.engine")
 
 _DEADLINE_S = 60.0
 """Seconds for the copy of the repeated step and the comparison together."""

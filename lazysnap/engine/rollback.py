@@ -66,7 +66,7 @@ def roll_back(run: Run, boundaries: Boundaries, steps: int, reason: str) -> Roll
     else:
         recorder.memory.follow_keeper()  # steps that became durable by now count for the old run
         run.continue_from(snapshot, branch)
-        run.begin()
+        run.begin(snapshot.step, source_of(snapshot))
         _capture_branch(run, boundaries, snapshot.step)
     done = Rollback(snapshot.step, from_step, snapshot.level, time.perf_counter() - started)
     reason_text = ""

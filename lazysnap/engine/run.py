@@ -3,15 +3,16 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 from lazysnap import faults
-from lazysnap.core.messages import StepKey
+from lazysnap.config import STORE_EVERY_S, PersistentLevel
+from lazysnap.core.messages import JobSettings, LevelSettings, StepKey
 from lazysnap.data.position import position_in
 from lazysnap.engine import report
-from lazysnap.engine.job_settings import job_settings
+from lazysnap.engine.level_checks import shared_levels
 from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import RankCaptures
 from lazysnap.engine.recorder import Recorder
@@ -56,25 +57,23 @@ class Run:
     run.
     """
 
-    def __init__(self, restart: Restart, recorder: Recorder, shared: Sequence[str]) -> None:
-        """Create a run in state NEW.
+    def __init__(self, restart: Restart, recorder: Recorder) -> None:
+        """Create a run in state NEW. Collective with several nodes. Blocks: tries levels.
 
         Args:
             restart: the settings, the state and everything else that a restart needs.
             recorder: captures the steps of this run.
-            shared: URLs of the levels that all nodes share.
+
+        Raises: WaitTimeout.
         """
         self.restart = restart
         self.recorder = recorder
         self.meta = recorder.meta
         self.client = recorder.memory.client
         self._messages = recorder.messages
-        self._shared = shared
+        self._shared = shared_levels(restart.world, restart.config.levels)
+        """URLs of the levels that all nodes share."""
         self.lineage = Lineage()
-        self._from_step = -1
-        """The resumed step; -1 if none was resumed."""
-        self._source = ""
-        """The source from which that step was restored."""
         self.first_start = 0
         """The start that began this run, if this process began it: names of earlier starts belong to another run."""
         self.is_begun = False
@@ -176,7 +175,7 @@ class Run:
         self.continue_from(snapshot, (snapshot.new_run or snapshot).run_id)
         if snapshot.world_size > 1 or not self.restart.world.is_alone:
             self._discard_others(snapshot)
-        self.begin()
+        self.begin(snapshot.step, report.source_of(snapshot))
         self.start_reported = False
         self.tell_start(report.resumed(snapshot, time.time_ns(), position, seconds))
         if snapshot.new_run is not None:
@@ -199,8 +198,6 @@ class Run:
         if run_id != snapshot.run_id:
             self.first_start = self.meta.start_number
         self.recorder.resume(snapshot)
-        self._from_step = snapshot.step
-        self._source = report.source_of(snapshot)
         self.resumed = report.Resumed.of(snapshot, has_levels=bool(self.restart.config.levels))
 
     def tell_start(self, line: str | None = None) -> None:
@@ -214,20 +211,38 @@ class Run:
 
     # ---------------------------------------------------------------- beginning
 
-    def begin(self) -> None:
-        """Let captures belong to this run from now on. Does not block."""
+    def begin(self, step: int = -1, source: str = "") -> None:
+        """Let captures belong to this run from now on. Does not block.
+
+        Args:
+            step: the step from which training continues; -1 at the beginning.
+            source: the source from which that step was restored.
+        """
         self.is_begun = True
-        restart = self.restart
-        settings = job_settings(
-            restart.config,
-            restart.world,
-            self.meta.run_id,
-            redundancy=restart.discovery.redundancy,
-            shared=self._shared,
-        )
         start = self.meta.start_number
-        self.recorder.memory.events.begin(start, max(0, self._from_step))
-        self.client.begin_start(settings, start, self._from_step, self._source)
+        self.recorder.memory.events.begin(start)
+        self.client.begin_start(self._job_settings(), start, step, source)
+
+    def _job_settings(self) -> JobSettings:
+        """Return what all ranks of a node agree on for one start."""
+        config = self.restart.config
+        world = self.restart.world
+        nodes = list(dict.fromkeys(world.nodes))  # sorted by first rank, so rank 0 is on node 0
+        levels = []
+        for level in config.levels:
+            is_shared = len(nodes) == 1 or level.url in self._shared
+            levels.append(_level_settings(level, is_shared=is_shared))
+        return JobSettings(
+            run=self.meta.run_id,
+            levels=tuple(levels),
+            redundancy=self.restart.discovery.redundancy,
+            capture_every_n_steps=config.every_n_steps,
+            num_kept=self.recorder.memory.kept,
+            ranks=tuple(world.node_ranks),
+            world_size=world.size,
+            node=nodes.index(world.place.node),
+            num_nodes=len(nodes),
+        )
 
     def begin_once(self) -> None:
         """Print how this training starts, and call ``begin``, unless already done: a second ``begin`` would make the
@@ -246,9 +261,7 @@ class Run:
         self.recorder.begin_again()
         self.meta.follow(None)
         self.resumed = None  # the resumed snapshot does not lead to these
-        self._from_step = max(0, step - 1)
-        self._source = ""
-        self.begin()
+        self.begin(max(0, step - 1))
 
     # ---------------------------------------------------------------- what there is of it
 
@@ -311,3 +324,23 @@ class Run:
             faults.point(point)
             if isinstance(entry.slot, TrainerSlot):  # a slot of this rank
                 entry.slot.discard(entry.sequence)
+
+
+def _level_settings(level: PersistentLevel, *, is_shared: bool) -> LevelSettings:
+    period_s = level.period_s
+    if period_s is None:
+        period_s = STORE_EVERY_S  # unused: the level stores by steps
+    storage_options = None
+    if level.storage_options is not None:
+        storage_options = dict(level.storage_options)
+    return LevelSettings(
+        url=level.url,
+        every_s=period_s,
+        every_n_steps=level.every_n_steps,
+        keep_last=level.keep_last,
+        keep_every_n_steps=level.keep_every_n_steps,
+        timeout_s=level.timeout_s,
+        is_shared=is_shared,
+        max_bytes_per_s=level.max_bytes_per_s,
+        storage_options=storage_options,
+    )

@@ -47,9 +47,8 @@ class Shutdown:
             with self._boundaries.lock:
                 self._memory.follow_keeper()
                 self._recorder.count_ended()
-                self._recorder.count_preparation()
             self._statistics.last_whole_step = self._memory.newest_held_step()
-            self._statistics.unprotected = self._memory.protection.cause
+            self._statistics.unprotected = self._memory.unprotected
         return self._statistics.copied()
 
     def flush(self, timeout_s: float, progress: ShowStored | None) -> bool:
@@ -90,7 +89,7 @@ class Shutdown:
             self._client.seal()  # memory stays: a step with a name is stored, even if newer ones exist
             durable = not drain or self._drain(progress, is_common=over)
             captured = not drain or self._has_captured_last()
-            self._memory.protection.sum_up()
+            self._memory.sum_up()
         finally:
             self._leave()
             if over:
@@ -129,9 +128,9 @@ class Shutdown:
 
     def _await_names(self, *, is_common: bool) -> None:
         """Block until the first level has all names. Collective, if ``is_common``."""
-        self._client.wait(self._memory.events.are_names_answered, self._config.io_timeout_s)
+        self._client.wait_names(self._config.io_timeout_s)
         if is_common and self._best.release_surplus():
-            self._client.wait(self._memory.events.are_names_answered, self._config.io_timeout_s)
+            self._client.wait_names(self._config.io_timeout_s)
 
     def _drain_all(self, progress: ShowStored | None, *, is_common: bool) -> bool:
         """Wait for all ranks, and fail if one of them failed. Collective, if ``is_common``: all ranks call it."""
@@ -189,9 +188,9 @@ class Shutdown:
 
     def _reason(self) -> str:
         """Return the known reason for missing captures, and advice."""
-        protection = self._memory.protection
-        if protection.cause is not None:
-            return f"This training is NOT protected in memory: {protection.cause}; {protection.what_is_lost()}"
+        cause = self._memory.unprotected
+        if cause is not None:
+            return f"This training is NOT protected in memory: {cause}; {self._memory.what_is_lost()}"
         if self._statistics.skipped[NO_SLOTS]:
             return "Its memory was not ready in time (io_timeout_s)"
         return "The messages above say why"

@@ -54,18 +54,10 @@ class Statistics:
     """Snapshots that became durable, by level: all ranks stored their part, and it was read back."""
     level_failures: Counter[str] = field(default_factory=Counter)
     """Steps that were not stored because of an error, by level."""
-    dropped: Counter[str] = field(default_factory=Counter)
-    """Due steps that a level skipped because it was slower than faster levels or training, by level. Not counted at a
-    level that stores by time.
-    """
     boundary: Timing = field(default_factory=Timing)
     """Time that training waited at boundaries that began a capture, without the gate and ``memory_wait_s``."""
     memory_wait_s: float = 0.0
     """Seconds that training waited for memory, at its first boundary."""
-    preparation_s: float = 0.0
-    """Seconds in which steps were skipped because memory was being prepared: from the first of them to the next
-    capture.
-    """
     gate: Timing = field(default_factory=Timing)
     """Time that training waited for copies."""
     copy: Timing = field(default_factory=Timing)

@@ -137,7 +137,7 @@ def _wait_stored(
             return True
         if left_s <= 0 or all(_is_hopeless(state, key, level, failing_since_s) for level in lacking):
             return False
-        if not client.is_connected and client.failure():
+        if not client.is_connected and client.error is not None:
             return False  # no keeper could be reached, and nothing reconnects
         client.wait(partial(_is_other, state), min(left_s, _LOOK_S))
 

@@ -8,12 +8,30 @@ from collections.abc import Callable
 
 from msgspec import structs
 
-from lazysnap.core.messages import Farewell, JobSettings, KeeperState, MemoryWish, PeerSettings, TrainerState
+from lazysnap.core.messages import (
+    Farewell,
+    JobSettings,
+    KeeperState,
+    MemoryWish,
+    NamedStep,
+    PeerSettings,
+    TrainerState,
+    is_removed,
+)
 from lazysnap.errors import JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.memory_inventory import MemoryInventory
 from lazysnap.keeper.trainer_link import TrainerLink
-from lazysnap.keeper.trainer_requests import with_name, with_protected, with_required, with_returned, without_name
+from lazysnap.keeper.trainer_requests import (
+    are_names_answered,
+    lost_names,
+    with_name,
+    with_protected,
+    with_required,
+    with_returned,
+    without_name,
+    without_names,
+)
 from lazysnap.memory.slots import TrainerSlot
 from lazysnap.peers.listener import ReservedPort
 
@@ -67,7 +85,7 @@ class KeeperClient:
         self._link.start()
         if self._link.wait(self._has_keeper, timeout_s + _REASON_S):
             return
-        error = self._link.error
+        error = self.error
         if error is not None:
             raise error
         if self._link.is_leaving:
@@ -80,7 +98,7 @@ class KeeperClient:
     @property
     def is_connected(self) -> bool:
         """True if a keeper is connected."""
-        return self._link.doorbell is not None
+        return self._link.node_page is not None
 
     @property
     def was_connected(self) -> bool:
@@ -90,10 +108,9 @@ class KeeperClient:
     @property
     def keeper_pid(self) -> int | None:
         """The process of the connected keeper."""
-        doorbell = self._link.doorbell
-        if doorbell is None:
+        if not self.is_connected:
             return None
-        return doorbell.keeper_pid
+        return self.state.pid
 
     @property
     def is_silent(self) -> bool:
@@ -102,27 +119,15 @@ class KeeperClient:
 
     def refusal(self) -> JobBusy | None:
         """Return the error if another process is the job's trainer; None otherwise."""
-        error = self._link.error
+        error = self.error
         if isinstance(error, JobBusy) and not self.was_connected:
             return error
         return None
 
-    def failure(self) -> str:
-        """Return the reason if no keeper works for this trainer: the search ended, or it is silent; empty if one
-        works.
-        """
-        error = self._link.error
-        if error is not None:
-            return str(error)
-        pid = self.keeper_pid
-        if self.is_silent and pid is not None:
-            return (
-                f"the keeper of this node (process {pid} on {self._identity.node}) does not answer: training and "
-                f"captures into memory continue, but nothing of local rank {self._link.trainer.local_rank} is stored "
-                "until it answers. Look whether the process is stopped or its machine overloaded; if you kill it, "
-                "another one is started and takes over its memory"
-            )
-        return ""
+    @property
+    def error(self) -> KeeperError | JobBusy | None:
+        """The reason why the search for a keeper ended; None if it did not."""
+        return self._link.error
 
     # States
 
@@ -162,7 +167,7 @@ class KeeperClient:
 
         Empty before this start was sent: if this process died, the keeper could not store a capture.
         """
-        if self._link.doorbell is None or not self._link.is_start_sent:
+        if not self.is_connected or not self._link.is_start_sent:
             return ()
         kept = self._link.state.slots
         return tuple(slot for slot in self._link.slots.ready if slot.slot_id in kept)
@@ -190,9 +195,9 @@ class KeeperClient:
 
     def wake(self, step: int) -> None:
         """Wake the keeper if it awaits the capture of ``step``, whose words were stored before this call. Hot."""
-        doorbell = self._link.doorbell
-        if doorbell is not None:
-            doorbell.ring(step)
+        node_page = self._link.node_page
+        if node_page is not None:
+            node_page.wake(step)
 
     # State of the trainer for the keeper. Nothing here blocks.
 
@@ -248,12 +253,36 @@ class KeeperClient:
         self._link.update(with_protected, step)
 
     def keep(self, name: str, step: int) -> None:
-        """Name a step of this start. The name moves from an earlier step."""
+        """Name a step of this start. Earlier snapshots keep that name, too, unless it was released."""
         self._link.update(with_name, name, step)
 
     def release(self, name: str) -> None:
-        """Remove a name at every level."""
+        """Remove a name from all snapshots so far, at every level."""
         self._link.update(without_name, name)
+
+    def names(self, first_start: int) -> set[str]:
+        """Return the names that snapshots of this start and earlier ones, from ``first_start`` on, have or will get."""
+        trainer = self._link.trainer
+        names = {named.name for named in trainer.names}
+        for named in self.state.names:
+            if named.key.start >= first_start and not is_removed(named, trainer.released):
+                names.add(named.name)
+        return names
+
+    def wait_names(self, timeout_s: float) -> None:
+        """Block until the first level has all names and lacks the released ones, except where it never will."""
+
+        def are_answered(state: KeeperState) -> bool:
+            return are_names_answered(self._link.trainer, state)
+
+        self._link.wait(are_answered, timeout_s)
+
+    def take_lost_names(self) -> tuple[NamedStep, ...]:
+        """Return the names whose snapshots will never be stored, each once. Hot."""
+        lost = lost_names(self._link.trainer, self.state)
+        if lost:
+            self._link.update(without_names, lost)
+        return lost
 
     def preempt(self) -> None:
         """Report that this process is preempted: the newest capture is stored now."""
@@ -294,7 +323,10 @@ class KeeperClient:
         """
         answer = self._link.ask(timeout_s)
         if answer is None or answer.memory is None:
-            raise KeeperError(self.failure() or f"the keeper did not report its memory within {timeout_s:g} s")
+            error = self.error
+            if error is not None:
+                raise KeeperError(str(error))
+            raise KeeperError(f"keeper {self.keeper_pid} did not report its memory within {timeout_s:g} s")
         return MemoryInventory.of(answer.memory, {slot.slot_id: slot for slot in self.mapped()})
 
     # The end

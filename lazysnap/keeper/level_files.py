@@ -17,7 +17,7 @@ from lazysnap.levels.leftovers import belongs_to_run, is_stale, sweep
 from lazysnap.levels.listing import parse_directory
 from lazysnap.levels.node_file import FilePlace, delete_files, read_committed
 from lazysnap.levels.storage import Storage, probe
-from lazysnap.levels.store import keep, open_storage, release
+from lazysnap.levels.store import keep, open_storage, release_from
 from lazysnap.levels.watchdog import Beat
 from lazysnap.levels.watched import RateLimiter, WatchedStorage
 from lazysnap.shard.manifest import Manifest
@@ -326,13 +326,13 @@ class LevelFiles:
     def set_names(
         self, storage: Storage, added: Sequence[NamedStep], released: Sequence[NamedStep]
     ) -> tuple[NameRefusal, ...]:
-        """Remove names from all snapshots of the run, then give names.
+        """Remove names, then give names.
 
         Returns: the names that can never be given.
         Raises: LevelError.
         """
-        for name in sorted({named.name for named in released}):
-            release(storage, self.settings.run, name)
+        for named in released:
+            release_from(storage, self.snapshot(named.key).directory, named.name)
             faults.point("keeper.names.released")
         refused = []
         for named in added:

@@ -99,13 +99,12 @@ class Keeper:
         self._exit_status = 0
         self._is_ending = False
         self._node_page = NodePage.create()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._slots = SlotTable()
         self._connections = TrainerConnections(
             self._loop,
             self._handle,
             self._received,
-            (self._node_page.descriptor, self._wake),
+            self._node_page.descriptors,
             self._slot_descriptor,
         )
         self._handed_over: list[int] = []
@@ -129,7 +128,7 @@ class Keeper:
         self._connections.listen(listener)
         if trainer is not None:
             self._connections.add(trainer)
-        self._loop.add_reader(self._wake, self._woken)
+        self._loop.add_reader(self._node_page.event_descriptor, self._woken)
         self._loop.add_signal_handler(signal.SIGTERM, self._handle, PlainEvent.TERMINATED)
         # Slurm sends SIGTERM to all processes of a step; it is meant for trainers
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -190,7 +189,7 @@ class Keeper:
     def _woken(self) -> None:
         """Handle the begin of a capture that some level waits for."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+            os.eventfd_read(self._node_page.event_descriptor)
         if not self._is_ending:
             self._observe()
             self._follow_up()

@@ -8,23 +8,20 @@
 Slots stay mapped when their keeper dies: the next one gets them.
 """
 
-import contextlib
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Collection
 
-from lazysnap.errors import FormatError, KeeperError
+from lazysnap.errors import FormatError
 from lazysnap.memory.slots import TrainerSlot
-from lazysnap.memory.words import NodePage, SlotWord
 
 logger = logging.getLogger(__name__)
 
 _JOIN_S = 5.0
 _AGAIN_S = 5.0
 """Seconds until populating a slot is retried: other processes may end."""
-_NUM_DOORBELL_DESCRIPTORS = 2
 
 
 class MappedSlots:
@@ -84,7 +81,7 @@ class MappedSlots:
             mapped_ids = {mapped.slot_id for mapped in self.all}
             is_new = slot.slot_id not in mapped_ids and slot.slot_id not in returned
             if is_new:
-                self.newest_sequence = max(self.newest_sequence, slot.words.load(SlotWord.SEQUENCE))
+                self.newest_sequence = max(self.newest_sequence, slot.view().sequence)
                 self.all = (*self.all, slot)
                 self._waiting.append(slot)
                 self._begin_populating()
@@ -173,48 +170,6 @@ class MappedSlots:
         except Exception as error:  # noqa: BLE001  the last handler of the thread: a capture tries once more
             logger.warning("a slot could not be made ready: %s: %s", type(error).__name__, error)
         return ""
-
-
-class Doorbell:
-    """Page and eventfd of a keeper: to wake it takes one load of a word, and a system call only if the keeper waits.
-
-    They are closed when no thread uses them any more.
-
-    Example::
-
-        doorbell = Doorbell.attach(keeper_pid, descriptors)
-        doorbell.ring(step=7)
-    """
-
-    def __init__(self, keeper_pid: int, page: NodePage, event: int) -> None:
-        self.keeper_pid = keeper_pid
-        self._page = page
-        self._event = event
-        weakref.finalize(self, _close_doorbell, page, event).atexit = False
-
-    @classmethod
-    def attach(cls, keeper_pid: int, descriptors: list[int]) -> "Doorbell":
-        """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are missing."""
-        if len(descriptors) < _NUM_DOORBELL_DESCRIPTORS:
-            raise KeeperError(f"keeper {keeper_pid} sent no page of its words; end it with `kill {keeper_pid}`")
-        try:
-            page = NodePage.attach(descriptors.pop(0))
-        except (FormatError, OSError) as error:
-            raise KeeperError(
-                f"the page of keeper {keeper_pid} cannot be mapped: {error}; end it with `kill {keeper_pid}`"
-            ) from error
-        return cls(keeper_pid, page, descriptors.pop(0))
-
-    def ring(self, step: int) -> None:
-        """Wake the keeper if it awaits the capture of ``step``. Hot."""
-        if self._page.is_awaited(step):
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_write(self._event, 1)
-
-
-def _close_doorbell(page: NodePage, event: int) -> None:
-    page.close()
-    os.close(event)
 
 
 def _without(slots: tuple[TrainerSlot, ...], removed: TrainerSlot) -> tuple[TrainerSlot, ...]:

@@ -21,14 +21,15 @@ from typing import Concatenate, ParamSpec
 from msgspec import structs
 
 from lazysnap.core.messages import Farewell, KeeperState, TrainerState
-from lazysnap.errors import JobBusy, KeeperError
+from lazysnap.errors import FormatError, JobBusy, KeeperError
 from lazysnap.keeper.identity import JobIdentity
-from lazysnap.keeper.mapped_slots import Doorbell, MappedSlots
+from lazysnap.keeper.mapped_slots import MappedSlots
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.search import KeeperSearch, ServingKeeper, drain
 from lazysnap.keeper.trainer_requests import without_answered
 from lazysnap.keeper.wire import MAX_DESCRIPTORS, Channel, Frame, WireError
 from lazysnap.memory.slots import TrainerSlot
+from lazysnap.memory.words import NodePage
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ _JOIN_S = 5.0
 _END_S = 5.0
 """Seconds that a finished training waits for its keeper to end."""
 _TURN_S = 0.25
+_NUM_PAGE_DESCRIPTORS = 2
 _LEAST_S = 3.0
 """Tolerance in seconds for a keeper on a busy machine."""
 _live_links: "weakref.WeakSet[TrainerLink]" = weakref.WeakSet()
@@ -112,7 +114,7 @@ class TrainerLink:
         self.state = KeeperState()
         """The last state of the keeper. Replaced as a whole."""
         self.slots = MappedSlots(self._notify)
-        self.doorbell: Doorbell | None = None
+        self.node_page: NodePage | None = None
         """None while no keeper is connected."""
         self.when_preempted: Callable[[], None] | None = None
         """Called with each state in which some rank is preempted. It must not block."""
@@ -238,7 +240,7 @@ class TrainerLink:
         self._changed = threading.Condition()  # another thread of the parent may have it
         self._thread = None
         self._leave_by_s = 0.0
-        self.doorbell = None
+        self.node_page = None
         self._slots_of_parent = self.slots  # the child must not unregister them from a device
         self.slots = MappedSlots(self._notify)
         if self._channel is not None:
@@ -328,21 +330,21 @@ class TrainerLink:
         frames = list(served.frames)
         try:
             first = next(frame for frame in frames if frame.message is served.state)
-            doorbell = Doorbell.attach(served.state.pid, first.descriptors)
+            node_page = _node_page_of(served.state.pid, first.descriptors)
             while frames:
                 self._receive(frames.pop(0))
         finally:
             for frame in frames:
                 frame.close()
         with self._changed:
-            self.doorbell = doorbell
+            self.node_page = node_page
             self.was_connected = True
         self._notify()
 
     def _become_disconnected(self) -> None:
         """Handle the loss of the keeper. Its memory stays: the next keeper gets the slots."""
         with self._changed:
-            self.doorbell = None
+            self.node_page = None
             self.is_silent = False
         channel = self._channel
         self._channel = None
@@ -440,6 +442,18 @@ class TrainerLink:
             self.state = state
         if state.is_preempted and self.when_preempted is not None:
             self.when_preempted()
+
+
+def _node_page_of(keeper_pid: int, descriptors: list[int]) -> NodePage:
+    """Take page and eventfd: the first descriptors of a keeper. Raises: KeeperError, if they are missing."""
+    if len(descriptors) < _NUM_PAGE_DESCRIPTORS:
+        raise KeeperError(f"keeper {keeper_pid} sent no page of its words; end it with `kill {keeper_pid}`")
+    try:
+        return NodePage.attach(descriptors.pop(0), descriptors.pop(0))
+    except (FormatError, OSError) as error:
+        raise KeeperError(
+            f"the page of keeper {keeper_pid} cannot be mapped: {error}; end it with `kill {keeper_pid}`"
+        ) from error
 
 
 def _with_waited(trainer: TrainerState, waited_s: float) -> TrainerState:

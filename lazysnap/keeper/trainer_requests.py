@@ -4,9 +4,11 @@ A trainer requests by its state, and a keeper answers by its own. Answered reque
 it stays small.
 """
 
+from collections.abc import Collection
+
 from msgspec import structs
 
-from lazysnap.core.messages import KeeperState, NamedStep, StepKey, TrainerState
+from lazysnap.core.messages import KeeperState, NamedStep, StepKey, TrainerState, is_removed
 
 MAX_RELEASED = 16
 """Maximum removed names that are still sent: no answer confirms the removal at every level, and each later keeper
@@ -53,25 +55,26 @@ def with_protected(state: TrainerState, step: int) -> TrainerState:
 
 
 def with_name(state: TrainerState, name: str, step: int) -> TrainerState:
-    """Return the state with a name for a step of this start, instead of an earlier step."""
-    other_names = _other_names(state, name)
+    """Return the state with a name for a step of this start. A pending removal still removes it from older ones."""
     named = NamedStep(name, StepKey(state.start, step))
-    released = _without_text(state.released, name)
-    return structs.replace(state, names=(*other_names, named), released=released)
+    released = []
+    for removal in state.released:
+        if removal.name == name:
+            removal = NamedStep(name, min(removal.key, named.key))
+        released.append(removal)
+    names = (*_other_names(state.names, name), named)
+    return structs.replace(state, names=names, released=tuple(released))
 
 
 def without_name(state: TrainerState, name: str) -> TrainerState:
-    """Return the state that removes a name."""
-    released = (*_without_text(state.released, name), name)
-    return structs.replace(state, names=_other_names(state, name), released=released)
+    """Return the state that removes a name from all snapshots so far."""
+    later_than_all = StepKey(state.start + 1, 0)
+    released = (*_other_names(state.released, name), NamedStep(name, later_than_all))
+    return structs.replace(state, names=_other_names(state.names, name), released=released)
 
 
-def _other_names(state: TrainerState, name: str) -> tuple[NamedStep, ...]:
-    return tuple(named for named in state.names if named.name != name)
-
-
-def _without_text(texts: tuple[str, ...], text: str) -> tuple[str, ...]:
-    return tuple(other for other in texts if other != text)
+def _other_names(names: tuple[NamedStep, ...], name: str) -> tuple[NamedStep, ...]:
+    return tuple(named for named in names if named.name != name)
 
 
 def _is_same_start(state: TrainerState, sent: TrainerState) -> bool:
@@ -120,25 +123,51 @@ def _open_protections(state: TrainerState, sent: TrainerState, answer: KeeperSta
 
 
 def _open_names(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
-    """Return the names that the first level may still get."""
-    first_url = ""
-    if state.job is not None and state.job.levels:
-        first_url = state.job.levels[0].url
-    refused = {refusal.name for refusal in answer.name_refusals if refusal.url == first_url}
+    """Return the names that the first level may still get, and the lost ones: see ``lost_names``."""
     open_names = []
     for named in state.names:
-        is_answered = named in answer.names or named.name in refused or named.key in answer.lost
-        if named not in sent.names or not is_answered:
+        if named not in sent.names or not _is_given_or_refused(named, state, answer):
             open_names.append(named)
     return tuple(open_names)
 
 
-def _open_releases(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[str, ...]:
-    present_names = {named.name for named in answer.names}
+def _is_given_or_refused(named: NamedStep, state: TrainerState, answer: KeeperState) -> bool:
+    first_url = ""
+    if state.job is not None and state.job.levels:
+        first_url = state.job.levels[0].url
+    is_refused = any(refusal.name == named.name and refusal.url == first_url for refusal in answer.name_refusals)
+    return is_refused or named in answer.names
+
+
+def lost_names(state: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
+    """Return the requested names whose snapshots will never be stored. They stay requested until they are reported."""
+    lost = []
+    for named in state.names:
+        if named.key in answer.lost and not _is_given_or_refused(named, state, answer):
+            lost.append(named)
+    return tuple(lost)
+
+
+def without_names(state: TrainerState, dropped: Collection[NamedStep]) -> TrainerState:
+    """Return the state that no longer requests these names."""
+    return structs.replace(state, names=tuple(named for named in state.names if named not in dropped))
+
+
+def are_names_answered(state: TrainerState, answer: KeeperState) -> bool:
+    """Return True if the first level has all names and lacks the removed ones, except where it never will."""
+    if answer.levels and answer.levels[0].is_failing:
+        return True  # it may not answer for hours
+    if any(is_removed(named, state.released) for named in answer.names):
+        return False
+    lost = lost_names(state, answer)
+    return all(named in lost or _is_given_or_refused(named, state, answer) for named in state.names)
+
+
+def _open_releases(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
     kept_from = len(state.released) - MAX_RELEASED
     open_releases = []
-    for index, name in enumerate(state.released):
-        is_answered = name in sent.released and name not in present_names
+    for index, removal in enumerate(state.released):
+        is_answered = removal in sent.released and not any(is_removed(named, (removal,)) for named in answer.names)
         if index >= kept_from or not is_answered:
-            open_releases.append(name)
+            open_releases.append(removal)
     return tuple(open_releases)

@@ -259,13 +259,20 @@ def release(storage: Storage, run_id: str | None, name: str) -> list[str]:
     for directory in list_names(storage).directories:
         if name not in directory.names or run_id not in (None, directory.snapshot.run_id):
             continue
-        path = f"{directory.name}/{keep_file_name(name)}"
-        if _is_our_name(storage, path):
-            storage.delete(path)
+        if release_from(storage, directory.name, name):
             freed.append(directory.name)
-        elif _belongs_to_others(storage, path):
-            logger.warning("%s/%s: not deleted, no run wrote it", storage.url, path)
     return freed
+
+
+def release_from(storage: Storage, directory: str, name: str) -> bool:
+    """Remove a name from the snapshot in a directory. Returns: True if it had that name. Raises: LevelError."""
+    path = f"{directory}/{keep_file_name(name)}"
+    if _is_our_name(storage, path):
+        storage.delete(path)
+        return True
+    if _belongs_to_others(storage, path):
+        logger.warning("%s/%s: not deleted, no run wrote it", storage.url, path)
+    return False
 
 
 def _belongs_to_others(storage: Storage, path: str) -> bool:

@@ -36,10 +36,11 @@ import xxhash
 from lazysnap.errors import FormatError
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
 from lazysnap.memory.slot_files import is_allocated, make_file
-from lazysnap.memory.words import PAGE_BYTES, SEALS, SlotPage, SlotWord, has_fixed_size, word_bytes
+from lazysnap.memory.words import PAGE_BYTES, SEALS, SlotWord, WordPage, has_fixed_size, word_bytes
 
 _MAGIC = 0x32544F4C53505A4C
 _CHUNK_BYTES = 16 << 20
+_VIEW_ATTEMPTS = 3
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -49,7 +50,7 @@ _libc.pwritev.restype = ctypes.c_ssize_t
 AnySlot = TypeVar("AnySlot", bound="Slot")
 
 
-class Slot:
+class Slot(WordPage):
     """A slot that this process reads. Only the words and the metadata stay mapped; see ``read``.
 
     Example::
@@ -63,11 +64,12 @@ class Slot:
         self.descriptor = descriptor
         self._head = head
         self._bytes = memoryview(head)
-        self.words = SlotPage(self._bytes[:PAGE_BYTES])
+        super().__init__(self._bytes[:PAGE_BYTES])
         self._meta = self._bytes[PAGE_BYTES:]
-        self.slot_id = self.words.slot_id
-        self.meta_capacity_bytes = self.words.meta_capacity_bytes
-        self.image_capacity_bytes = self.words.image_capacity_bytes
+        # Loaded once: sizes that were checked must not change under a reader.
+        self.slot_id = self.load(SlotWord.SLOT_ID)
+        self.meta_capacity_bytes = self.load(SlotWord.META_CAPACITY)
+        self.image_capacity_bytes = self.load(SlotWord.IMAGE_CAPACITY)
         self._image_offset = PAGE_BYTES + self.meta_capacity_bytes
         self.is_file = not has_fixed_size(descriptor)
 
@@ -102,16 +104,63 @@ class Slot:
         return self.size_bytes
 
     def view(self) -> SlotView:
-        """Return a consistent copy of the words."""
-        return self.words.view()
+        """Return a consistent copy of the words.
+
+        A trainer that begins a capture sets BEGIN to 0, then SEQUENCE, then the other words, then BEGIN. So if SEQUENCE
+        is the same before and after, and BEGIN was not 0, all words between are of the capture with that number. The
+        second load also orders later reads of the caller after the words, such as bytes below the watermark.
+
+        If captures begin faster than the words can be read, the slot is reported as empty.
+        """
+        for _ in range(_VIEW_ATTEMPTS):
+            sequence = self.load(SlotWord.SEQUENCE)
+            begin = self.load(SlotWord.BEGIN)
+            view = self._read(sequence, begin)
+            if self.load(SlotWord.SEQUENCE) == sequence:
+                return view
+        return self._read(sequence, 0)
+
+    def _read(self, sequence: int, begin: int) -> SlotView:
+        step = None
+        if begin != 0:
+            step = begin - 1
+        reached_step = None
+        reached = self.load(SlotWord.REACHED)
+        if reached != 0:
+            reached_step = reached - 1
+        is_held = begin != 0 and self.load(SlotWord.HELD) == sequence
+        return SlotView(
+            slot_id=self.slot_id,
+            meta_capacity_bytes=self.meta_capacity_bytes,
+            image_capacity_bytes=self.image_capacity_bytes,
+            phase=self._phase(sequence, begin),
+            step=step,
+            start=self.load(SlotWord.START),
+            sequence=sequence,
+            image_bytes=self.load(SlotWord.IMAGE_BYTES),
+            watermark_bytes=self.load(SlotWord.WATERMARK),
+            copied_ns=self.load(SlotWord.COPIED),
+            reached_step=reached_step,
+            is_held=is_held,
+            is_repeatable=self.load(SlotWord.REPEATABLE) == 1,
+        )
+
+    def _phase(self, sequence: int, begin: int) -> SlotPhase:
+        if begin == 0:
+            return SlotPhase.EMPTY
+        if self.load(SlotWord.END) == begin:
+            return SlotPhase.WHOLE
+        if self.load(SlotWord.VOID) == sequence:
+            return SlotPhase.VOID
+        return SlotPhase.CAPTURING
 
     def read_meta(self) -> bytes:
         """Return the metadata of the capture.
 
         Raises: FormatError, if its checksum differs: another capture began, or memory is damaged.
         """
-        length = self.words.load(SlotWord.META_BYTES)
-        checksum = self.words.load(SlotWord.META_SUM)
+        length = self.load(SlotWord.META_BYTES)
+        checksum = self.load(SlotWord.META_SUM)
         meta = bytes(self._meta[:length])
         if xxhash.xxh3_64_intdigest(meta) != checksum:
             raise FormatError("the metadata in a slot does not agree with its checksum")
@@ -141,7 +190,7 @@ class Slot:
 
     def close(self) -> None:
         """Unmap and close. The memory lives as long as another process, or a result of ``read``, has it."""
-        self.words.close()
+        super().close()
         self._meta.release()
         self._bytes.release()
         self._head.close()
@@ -203,21 +252,20 @@ class TrainerSlot(Slot):
                 f"a capture of {len(meta)} + {image_bytes} bytes does not fit a slot of "
                 f"{self.meta_capacity_bytes} + {self.image_capacity_bytes} bytes"
             )
-        words = self.words
-        # SEQUENCE is stored before all other words of the capture: see ``SlotPage.view``.
-        words.store(SlotWord.BEGIN, 0)
-        words.store(SlotWord.SEQUENCE, sequence)
-        words.store(SlotWord.END, 0)
-        words.store(SlotWord.START, start)
-        words.store(SlotWord.IMAGE_BYTES, image_bytes)
-        words.store(SlotWord.WATERMARK, 0)
-        words.store(SlotWord.COPIED, 0)
-        words.store(SlotWord.REACHED, 0)
-        words.store(SlotWord.REPEATABLE, 0)
+        # SEQUENCE is stored before all other words of the capture: see ``view``.
+        self.store(SlotWord.BEGIN, 0)
+        self.store(SlotWord.SEQUENCE, sequence)
+        self.store(SlotWord.END, 0)
+        self.store(SlotWord.START, start)
+        self.store(SlotWord.IMAGE_BYTES, image_bytes)
+        self.store(SlotWord.WATERMARK, 0)
+        self.store(SlotWord.COPIED, 0)
+        self.store(SlotWord.REACHED, 0)
+        self.store(SlotWord.REPEATABLE, 0)
         self._meta[: len(meta)] = meta
-        words.store(SlotWord.META_BYTES, len(meta))
-        words.store(SlotWord.META_SUM, xxhash.xxh3_64_intdigest(meta))
-        words.store(SlotWord.BEGIN, step + 1)
+        self.store(SlotWord.META_BYTES, len(meta))
+        self.store(SlotWord.META_SUM, xxhash.xxh3_64_intdigest(meta))
+        self.store(SlotWord.BEGIN, step + 1)
 
     def gather(self, offset: int, length: int, pieces: "array[int]") -> None:
         """Copy pieces of this process's memory into the image, one after the other. Other threads run meanwhile.
@@ -239,13 +287,13 @@ class TrainerSlot(Slot):
 
     def advance(self, watermark_bytes: int) -> None:
         """Publish that the image is copied up to here. Call it after the bytes were written."""
-        self.words.store(SlotWord.WATERMARK, watermark_bytes)
+        self.store(SlotWord.WATERMARK, watermark_bytes)
 
     def commit(self, *, copied_ns: int) -> None:
         """Mark the capture as whole. The last store of a capture."""
-        self.words.store(SlotWord.COPIED, copied_ns)
-        self.words.store(SlotWord.WATERMARK, self.words.load(SlotWord.IMAGE_BYTES))
-        self.words.store(SlotWord.END, self.words.load(SlotWord.BEGIN))
+        self.store(SlotWord.COPIED, copied_ns)
+        self.store(SlotWord.WATERMARK, self.load(SlotWord.IMAGE_BYTES))
+        self.store(SlotWord.END, self.load(SlotWord.BEGIN))
 
     def discard(self, sequence: int) -> bool:
         """Empty the slot, whether the capture is whole or not; ``False`` if it has another capture.
@@ -255,16 +303,16 @@ class TrainerSlot(Slot):
         view = self.view()
         if view.sequence != sequence or view.phase is SlotPhase.EMPTY:
             return False
-        self.words.store(SlotWord.BEGIN, 0)
+        self.store(SlotWord.BEGIN, 0)
         return True
 
     def reach(self, step: int) -> None:
         """Publish that training passed the boundary of ``step``."""
-        self.words.store(SlotWord.REACHED, step + 1)
+        self.store(SlotWord.REACHED, step + 1)
 
     def allow_repeat(self, *, is_repeatable: bool) -> None:
         """Publish whether a restart may repeat the step of the capture: see ``SlotView.is_repeatable``."""
-        self.words.store(SlotWord.REPEATABLE, int(is_repeatable))
+        self.store(SlotWord.REPEATABLE, int(is_repeatable))
 
     def close(self) -> None:
         """Unmap and close. Tensors that still use the image keep it mapped."""
@@ -292,7 +340,7 @@ class KeeperSlot(Slot):
         Returns: True if the trainer certainly sees the hold before it can choose the slot. False if that is uncertain,
         or the slot has another capture; then nothing is held.
         """
-        self.words.store(SlotWord.HELD, sequence)
+        self.store(SlotWord.HELD, sequence)
         views = [slot.view() for slot in rank_slots if slot.slot_id != self.slot_id]
         # Last: if the capture is still in the slot then, all other slots were read before the trainer could begin here.
         view = self.view()
@@ -304,11 +352,11 @@ class KeeperSlot(Slot):
 
     def release(self) -> None:
         """Let the trainer overwrite the slot again."""
-        self.words.store(SlotWord.HELD, 0)
+        self.store(SlotWord.HELD, 0)
 
     def void(self, sequence: int) -> None:
         """Mark an incomplete capture as void: it will never be whole. Call it only after its trainer died."""
-        self.words.store(SlotWord.VOID, sequence)
+        self.store(SlotWord.VOID, sequence)
 
 
 def slot_bytes(meta_capacity_bytes: int, image_capacity_bytes: int) -> int:

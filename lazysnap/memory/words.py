@@ -30,16 +30,17 @@ The node page has one word, ``AWAITED``, written by the keeper: see ``NodePage``
 step may be captured again in the same slot, and a hold or a void must never apply to the later capture.
 """
 
+import contextlib
 import enum
 import fcntl
 import mmap
 import os
 import struct
 import threading
+import weakref
 
 from lazysnap import faults
 from lazysnap.errors import FormatError
-from lazysnap.memory.slot_choice import SlotPhase, SlotView
 
 PAGE_BYTES = mmap.PAGESIZE
 """Bytes of a page of words. Mappings begin at a multiple of it."""
@@ -47,7 +48,6 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """Seals of shared memory: a mapping must not lose its pages because another process changes the size."""
 
 _NODE_MAGIC = 0x3145444F4E4E5341
-_VIEW_ATTEMPTS = 3
 
 
 def fence() -> None:
@@ -120,75 +120,13 @@ class WordPage:
         self._cells.release()
 
 
-class SlotPage(WordPage):
-    """The words of one slot."""
-
-    def __init__(self, page: memoryview) -> None:
-        super().__init__(page)
-        # Loaded once: sizes that were checked must not change under a reader.
-        self.slot_id = self.load(SlotWord.SLOT_ID)
-        self.meta_capacity_bytes = self.load(SlotWord.META_CAPACITY)
-        self.image_capacity_bytes = self.load(SlotWord.IMAGE_CAPACITY)
-
-    def view(self) -> SlotView:
-        """Return a consistent copy of the words.
-
-        A trainer that begins a capture sets BEGIN to 0, then SEQUENCE, then the other words, then BEGIN. So if SEQUENCE
-        is the same before and after, and BEGIN was not 0, all words between are of the capture with that number. The
-        second load also orders later reads of the caller after the words, such as bytes below the watermark.
-
-        If captures begin faster than the words can be read, the slot is reported as empty.
-        """
-        for _ in range(_VIEW_ATTEMPTS):
-            sequence = self.load(SlotWord.SEQUENCE)
-            begin = self.load(SlotWord.BEGIN)
-            view = self._read(sequence, begin)
-            if self.load(SlotWord.SEQUENCE) == sequence:
-                return view
-        return self._read(sequence, 0)
-
-    def _read(self, sequence: int, begin: int) -> SlotView:
-        step = None
-        if begin != 0:
-            step = begin - 1
-        reached_step = None
-        reached = self.load(SlotWord.REACHED)
-        if reached != 0:
-            reached_step = reached - 1
-        is_held = begin != 0 and self.load(SlotWord.HELD) == sequence
-        return SlotView(
-            slot_id=self.slot_id,
-            meta_capacity_bytes=self.meta_capacity_bytes,
-            image_capacity_bytes=self.image_capacity_bytes,
-            phase=self._phase(sequence, begin),
-            step=step,
-            start=self.load(SlotWord.START),
-            sequence=sequence,
-            image_bytes=self.load(SlotWord.IMAGE_BYTES),
-            watermark_bytes=self.load(SlotWord.WATERMARK),
-            copied_ns=self.load(SlotWord.COPIED),
-            reached_step=reached_step,
-            is_held=is_held,
-            is_repeatable=self.load(SlotWord.REPEATABLE) == 1,
-        )
-
-    def _phase(self, sequence: int, begin: int) -> SlotPhase:
-        if begin == 0:
-            return SlotPhase.EMPTY
-        if self.load(SlotWord.END) == begin:
-            return SlotPhase.WHOLE
-        if self.load(SlotWord.VOID) == sequence:
-            return SlotPhase.VOID
-        return SlotPhase.CAPTURING
-
-
 AWAITED = 1
 """Index of the word AWAITED in the page of a node. The word before it is the magic number."""
 _AWAITED_NONE = (1 << 64) - 1
 
 
 class NodePage(WordPage):
-    """The page of a node. Its word AWAITED names the captures for which the keeper must be woken.
+    """The page of a node, whose word AWAITED names the captures for which the keeper must be woken, and its eventfd.
 
     AWAITED is step + 1 of the first step that any level waits for, or the greatest number if none is awaited; in a new
     page every capture is awaited. Later captures wake the keeper, too. A trainer that begins a capture stores its words
@@ -199,18 +137,27 @@ class NodePage(WordPage):
 
         page = NodePage.create()
         page.set_awaited_step(7)
-        trainer_page = NodePage.attach(os.dup(page.descriptor))
-        trainer_page.is_awaited(7)  # True
+        trainer_page = NodePage.attach(*map(os.dup, page.descriptors))
+        trainer_page.wake(7)  # writes to the eventfd
     """
 
-    def __init__(self, descriptor: int, mapping: mmap.mmap) -> None:
+    def __init__(self, descriptor: int, mapping: mmap.mmap, event_descriptor: int) -> None:
         super().__init__(memoryview(mapping))
         self.descriptor = descriptor
-        self._mapping = mapping
+        self.event_descriptor = event_descriptor
+        # Not only by ``close``: another thread of a trainer may still use the page of a keeper that is gone.
+        self._finalizer = weakref.finalize(self, _close, self._cells, mapping, (descriptor, event_descriptor))
+        self._finalizer.atexit = False
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """The descriptors that a keeper sends to each trainer."""
+        return self.descriptor, self.event_descriptor
 
     @classmethod
     def create(cls) -> "NodePage":
         """Make a page that awaits every capture. Raises: OSError."""
+        event_descriptor = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         descriptor = os.memfd_create("lazysnap-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(descriptor, PAGE_BYTES)
@@ -218,12 +165,13 @@ class NodePage(WordPage):
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         except BaseException:
             os.close(descriptor)
+            os.close(event_descriptor)
             raise
-        return cls.attach(descriptor)
+        return cls.attach(descriptor, event_descriptor)
 
     @classmethod
-    def attach(cls, descriptor: int) -> "NodePage":
-        """Map a page. It owns ``descriptor`` from then on, which is closed if it cannot be mapped.
+    def attach(cls, descriptor: int, event_descriptor: int) -> "NodePage":
+        """Map a page. It owns both descriptors from then on, which are closed if it cannot be mapped.
 
         Raises: FormatError, if the descriptor is no node page of this version, or its size could change; OSError.
         """
@@ -231,9 +179,10 @@ class NodePage(WordPage):
             is_page = has_fixed_size(descriptor) and os.fstat(descriptor).st_size == PAGE_BYTES
             if not is_page or os.pread(descriptor, 8, 0) != word_bytes(_NODE_MAGIC):
                 raise FormatError("shared memory is no node page of this version; restart the keeper of this job")
-            return cls(descriptor, mmap.mmap(descriptor, PAGE_BYTES))
+            return cls(descriptor, mmap.mmap(descriptor, PAGE_BYTES), event_descriptor)
         except BaseException:
             os.close(descriptor)
+            os.close(event_descriptor)
             raise
 
     # The keeper
@@ -251,11 +200,22 @@ class NodePage(WordPage):
         """True if the keeper is to be woken for the capture of ``step``, whose words were stored before this call."""
         return step + 1 >= self.load(AWAITED)
 
+    def wake(self, step: int) -> None:
+        """Wake the keeper if it awaits the capture of ``step``: see ``is_awaited``. Hot."""
+        if self.is_awaited(step):
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_write(self.event_descriptor, 1)
+
     def close(self) -> None:
         """Unmap and close. The page lives as long as another process has it."""
-        super().close()
-        self._mapping.close()
-        os.close(self.descriptor)
+        self._finalizer()
+
+
+def _close(cells: memoryview, mapping: mmap.mmap, descriptors: tuple[int, int]) -> None:
+    cells.release()
+    mapping.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def has_fixed_size(descriptor: int) -> bool:

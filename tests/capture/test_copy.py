@@ -366,7 +366,7 @@ def test_a_slot_that_was_returned_and_unmapped_holds_no_capture(bench):
     it.captures.begin(job)
     it.captures.finish(TIMEOUT_S)
 
-    assert not first.is_in_slot
+    assert first.slot_view() is None
     assert (first.phase, job.phase) == (CapturePhase.WHOLE, CapturePhase.WHOLE)
     assert it.captures.history == [job]
 

@@ -45,7 +45,7 @@ WHOLE, SCHEDULES, CHANGED = (
 )
 HUNG, SHORT, THREADS = "gpu:test_a_device_that_does", "software:test_a_device_without_memory", "software:test_threads"
 DEVICE, COPIER, CAPTURE = "capture/device.py", "capture/copier.py", "capture/capture.py"
-CAPTURES, READER, FROZEN = "capture/captures.py", "capture/reader.py", "capture/frozen.py"
+CAPTURES, FROZEN = "capture/captures.py", "capture/frozen.py"
 NO_TRACE = "frozen:test_a_change_without_a_trace"
 MUTANTS = [
     # What orders the work of a device.
@@ -82,13 +82,12 @@ MUTANTS = [
     Mutant(COPIER, "torch.accelerator.set_device_index(capture.plan.devices[0])", THREADS),
     Mutant("capture/devices.py", "blocking=True)\n", THREADS, "blocking=False)\n"),
     # Slots that are not page-locked.
-    Mutant(DEVICE, "pieces_of(source, [ready])", "ring:test_the_capture_is_of", "pieces_of(source)"),
     Mutant(DEVICE, "partial(self._end, capture, before)", "ring:test_the_capture_is_of", "lambda: None"),
     Mutant(COPIER, "if capture.device_copies:", "ring:test_the_boundary_does_not", "if True:"),
-    Mutant(READER, "side.wait_event(event)", "ring:test_the_capture_is_of"),
-    Mutant(READER, "landed.synchronize()", "ring:test_in_any_schedule"),
-    Mutant(READER, "buffers[(number + 1) % 2]", "ring:test_in_any_schedule", "buffers[0]"),
-    Mutant(READER, "part.record_stream(side)", "software:test_a_reader_that_stops"),
+    Mutant(DEVICE, "side.wait_event(ready)", "ring:test_the_capture_is_of"),
+    Mutant(DEVICE, "landed.synchronize()", "ring:test_in_any_schedule"),
+    Mutant(DEVICE, "buffers[(number + 1) % 2]", "ring:test_in_any_schedule", "buffers[0]"),
+    Mutant(DEVICE, "part.record_stream(side)", "software:test_a_reader_that_stops"),
     # What the training thread waits for.
     Mutant(
         CAPTURES,

@@ -17,7 +17,7 @@ from lightning import Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from support import accelerator
 
-from lazysnap.capture import device, devices, reader
+from lazysnap.capture import device, devices
 from lazysnap.capture.capture import CapturePhase
 from lazysnap.errors import ConfigError, StateError
 from lazysnap.integrations.lightning.strategies import state_of_rank
@@ -150,13 +150,13 @@ def test_threads_that_wait_for_a_device_neither_spin_nor_touch_another_device():
 
 
 def test_a_reader_that_stops_in_the_middle_leaves_no_copy_that_reads_freed_memory(monkeypatch):
-    monkeypatch.setattr(reader, "CHUNK_BYTES", 1 << 10)
-    reader._local.rings.clear()
+    monkeypatch.setattr(device, "CHUNK_BYTES", 1 << 10)
+    vars(device._rings_of_thread).clear()
     tensor = torch.randn(1000, device=DEVICE)
-    pieces = reader.pieces_of(tensor, [torch.accelerator.current_stream().record_event()])
+    pieces = device.pieces_of(tensor, torch.accelerator.current_stream().record_event())
     next(pieces)
     pieces.close()
-    reader._local.rings.clear()
+    vars(device._rings_of_thread).clear()
     del tensor  # the checker reports what reads it now
 
 

@@ -22,7 +22,7 @@ from gpu.test_device_capture import (  # noqa: F401  tests and a fixture
 )
 from support import accelerator
 
-from lazysnap.capture import device, reader
+from lazysnap.capture import device
 from lazysnap.capture.capture import CapturePhase
 from lazysnap.memory.slot_choice import SlotPhase
 from lazysnap.state.objects import ObjectState
@@ -30,11 +30,11 @@ from lazysnap.state.objects import ObjectState
 
 @pytest.fixture(autouse=True)
 def _cannot_page_lock_and_has_small_buffers(monkeypatch):
-    monkeypatch.setattr(reader, "CHUNK_BYTES", 40_000)  # several pieces, and the last one smaller
-    reader._local.rings.clear()
+    monkeypatch.setattr(device, "CHUNK_BYTES", 40_000)  # several pieces, and the last one smaller
+    vars(device._rings_of_thread).clear()
     with accelerator.SOFTWARE.without_page_locking():
         yield
-    reader._local.rings.clear()
+    vars(device._rings_of_thread).clear()
 
 
 def test_the_boundary_does_not_wait_for_the_device_and_the_gate_does(bench):  # noqa: F811

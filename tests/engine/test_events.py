@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from lazysnap import PersistentLevel, SnapshotConfig
-from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
+from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NameRefusal, StepKey
 from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import Statistics
@@ -25,7 +25,7 @@ class Follower:
         self.now_s = 0.0
         messages = Messages(self.statistics, speaks_for_node=speaks_for_node, clock=lambda: self.now_s)
         self.events = KeeperEvents(config, messages)
-        self.events.begin(START, 0)
+        self.events.begin(START)
         self.level = LevelState()
         self.state = KeeperState(pid=pid, levels=(self.level,))
         self.pid = pid
@@ -106,35 +106,24 @@ def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
     assert all(follower.statistics.level_failures == {"/disk": 1} for follower in ranks)
 
 
-def test_steps_that_were_due_between_two_that_are_stored_count_as_left_out():
+def test_of_stored_steps_all_are_counted_and_the_newest_is_the_newest_in_any_order():
     follower = Follower(every_n_steps=10)
 
-    for step in (10, 30, 33, 40):
+    for step in (10, 30, 40, 33):
         follower.completes(step)
 
     assert follower.statistics.persisted == {"/disk": 4}
-    assert follower.statistics.dropped == {"/disk": 1}
     assert follower.statistics.last_durable_step == {"/disk": 40}
-
-
-def test_a_level_that_stores_by_time_leaves_no_step_out():
-    follower = Follower(every_s=5.0)
-
-    follower.completes(3)
-    follower.completes(90)
-
-    assert follower.statistics.persisted == {"/disk": 2}
-    assert follower.statistics.dropped == {}
 
 
 def test_after_going_back_only_what_comes_behind_that_step_counts():
     follower = Follower(every_n_steps=1)
     follower.completes(9)
 
-    follower.events.begin(START + 1, 4)
+    follower.events.begin(START + 1)
     follower.completes(6, start=START + 1)
 
-    assert follower.statistics.dropped == {"/disk": 8 + 1}
+    assert follower.statistics.persisted == {"/disk": 2}
     assert follower.statistics.last_durable_step == {"/disk": 6}
 
 
@@ -253,48 +242,6 @@ def test_what_was_protected_of_an_earlier_start_does_not_count():
 
     assert follower.statistics.last_protected_step is None
     assert follower.statistics.protected == 0
-
-
-def test_a_name_is_lost_with_its_step_and_not_once_it_is_given(caplog):
-    follower = Follower()
-    follower.events.name_given("good", 3)
-    follower.events.name_given("late", 4)
-
-    follower.says(names=(NamedStep("good", StepKey(START, 3)),))
-    follower.says(lost=(StepKey(START, 3), StepKey(START, 4)))
-    follower.says(lost=(StepKey(START, 4),))
-
-    assert [*follower.events.lost_names] == ["late"]
-    [text] = caplog.messages
-    assert text.startswith("the name 'late' is not as you asked for: no snapshot has it: the snapshot of step 4 was ")
-
-
-def test_names_are_settled_once_the_first_level_has_them_or_never_will():
-    follower = Follower()
-    key = StepKey(START, 3)
-    assert follower.events.are_names_answered(KeeperState())
-
-    follower.events.name_given("good", 3)
-    follower.events.name_released("old")
-
-    assert not follower.events.are_names_answered(KeeperState())
-    assert not follower.events.are_names_answered(
-        KeeperState(names=(NamedStep("good", key), NamedStep("old", StepKey(1, 1))))
-    )
-    assert follower.events.are_names_answered(KeeperState(names=(NamedStep("good", key),)))
-    assert follower.events.are_names_answered(KeeperState(lost=(key,)))
-    assert follower.events.are_names_answered(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
-    assert follower.events.are_names_answered(KeeperState(levels=(LevelState(is_failing=True),)))
-
-
-def test_a_name_that_was_released_is_not_lost(caplog):
-    follower = Follower()
-    follower.events.name_given("late", 4)
-    follower.events.name_released("late")
-
-    follower.says(lost=(StepKey(START, 4),))
-
-    assert caplog.messages == []
 
 
 def test_an_alert_of_a_kind_that_nobody_foresaw_warns_and_ends_no_training(caplog):

@@ -94,7 +94,6 @@ def test_a_deadline_ends_the_wait(job, monkeypatch):
     statistics = training.engine.statistics()
     assert training.began == [False] * 3
     assert statistics.skipped == {"memory was being prepared": 3}
-    assert training.engine.statistics().preparation_s > statistics.preparation_s > 0
     # At most the deadline: it is set a moment before the wait begins, and how long that moment is, nobody knows.
     assert 0 < statistics.memory_wait_s < TIMEOUT_S
 

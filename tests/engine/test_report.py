@@ -44,10 +44,9 @@ def test_the_interval_of_a_level_is_told_in_its_own_unit(interval, words):
 def test_what_is_not_captured_is_told_by_reason_in_words():
     statistics = Statistics(began=65, whole=64, torn=1, shard_bytes=9300)
     statistics.skipped["memory was being prepared"] = 15
-    statistics.preparation_s = 1.2
     [line, _] = report.summary(statistics, report.EndFacts(report.EndKind.CLOSED, CONFIG))
     assert line == (
-        "captured 64 of 80 due steps (9.3 kB each); 15 steps not captured: memory was being prepared for 1.2 s; "
+        "captured 64 of 80 due steps (9.3 kB each); 15 steps not captured: memory was being prepared; "
         "1 step not captured: the state changed while it was copied; stored 0 at /a; training waited 0 ms in all"
     )
 

@@ -17,8 +17,7 @@ from support.stored import steps_at
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel
-from lazysnap.engine.messages import Messages
-from lazysnap.engine.protection import Protection
+from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import Statistics
 from lazysnap.errors import KeeperError
 from lazysnap.keeper.identity import JobIdentity
@@ -202,20 +201,21 @@ def test_without_memory_or_levels_the_end_says_that_nothing_is_saved(job, caplog
     assert "wait_ready" not in end
 
 
-def test_an_unprotected_training_is_reminded_rarely_but_again(job, caplog):
+def test_an_unprotected_training_is_reminded_rarely_but_again(caplog):
     now = 0.0
-    told = Protection(Messages(Statistics(), clock=lambda: now))
-    told.lose("no keeper")
+    messages = Messages(Statistics(), clock=lambda: now)
+    cause = {"text": "no keeper", "lost": "every step"}
+    messages.tell(MessageKind.NO_MEMORY, **cause)
     times = []
     for now in range(2000):
         caplog.clear()
-        told.remind()
+        messages.tell_again(MessageKind.NO_MEMORY, **cause)
         times += [now] * len(warnings(caplog, "NOT protected in memory for "))
 
     assert times == [60, 660, 1260, 1860]  # after one minute and every ten, as docs/troubleshooting.md says
-    told.regain()
+    messages.tell_over(MessageKind.NO_MEMORY)
     caplog.clear()
-    told.remind()
+    messages.tell_again(MessageKind.NO_MEMORY, **cause)
     assert not caplog.records
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import threading
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig
 from lazysnap.errors import ConfigError, StateError
+from lazysnap.memory.words import SlotWord
 
 
 @pytest.fixture
@@ -34,6 +36,43 @@ def train(training, last, error=None):
         training.engine.boundary()
     if error is not None:
         raise error
+
+
+class CountsStates:
+    """A part of the state that counts how often it was collected."""
+
+    def __init__(self):
+        self.num_collected = 0
+
+    def state_dict(self):
+        self.num_collected += 1
+        return {}
+
+    def load_state_dict(self, state):
+        assert state == {}
+
+
+def test_the_last_boundary_collects_the_state_once_while_a_stopped_keeper_holds_every_copy(job, tmp_path):
+    counts = CountsStates()
+    training = job.start(tmp_path, extra={"counts": counts}, io_timeout_s=4)
+    client = training.engine._client
+    training.run(1, 3)
+    assert training.began == [True] * 3
+    keeper = client.keeper_pid
+    os.kill(keeper, signal.SIGSTOP)
+    try:
+        for slot in client.mapped():
+            slot.store(SlotWord.HELD, slot.view().sequence)  # as the keeper does
+        until(lambda: client.is_silent)
+        num_collected = counts.num_collected
+        training.train()
+
+        assert not training.engine._last_boundary(4)
+
+        assert counts.num_collected == num_collected + 1
+        assert training.engine.statistics().skipped == {"all copies in memory were in use": 1}
+    finally:
+        os.kill(keeper, signal.SIGCONT)
 
 
 @pytest.mark.slow

@@ -26,7 +26,6 @@ class Peer:
     def __init__(self, sock):
         self.channel = Channel(sock)
         self.page = NodePage.create()
-        self.event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.is_greeted = False
         self.states = []
         """All that the trainer sent, but for questions."""
@@ -66,7 +65,7 @@ class Peer:
         """Send a state; the first one with page and eventfd."""
         descriptors = list(descriptors)
         if not self.is_greeted and not fields.get("refusal"):
-            descriptors = [self.page.descriptor, self.event, *descriptors]
+            descriptors = [*self.page.descriptors, *descriptors]
         self.is_greeted = True
         self.channel.send(KeeperState(pid=PID, **fields), descriptors)
 
@@ -76,7 +75,7 @@ class Peer:
     def is_awake(self):
         """True once, after the trainer rang."""
         try:
-            return os.eventfd_read(self.event) > 0
+            return os.eventfd_read(self.page.event_descriptor) > 0
         except BlockingIOError:
             return False
 
@@ -93,7 +92,6 @@ class Peer:
     def close(self):
         self.channel.close()
         self.page.close()
-        os.close(self.event)
         for slot in self.slots.values():
             slot.close()
         self.slots = {}

@@ -26,9 +26,10 @@ from lazysnap.core.messages import (
     NamedStep,
     NameRefusal,
     StepKey,
+    TrainerState,
 )
 from lazysnap.errors import JobBusy, KeeperError
-from lazysnap.keeper import mapped_slots, search, trainer_link
+from lazysnap.keeper import mapped_slots, search, trainer_link, trainer_requests
 from lazysnap.keeper.asking import NeighbourMemory, ask
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
@@ -140,7 +141,7 @@ def test_a_client_connects_and_says_who_it_is(keeper, client):
     assert client.keeper_pid == PID
     assert client.state == KeeperState(pid=PID, newest_sequence=7)
     assert client.next_sequence() == 8
-    assert client.failure() == ""
+    assert client.error is None
 
 
 def test_a_keeper_that_is_started_gets_state_and_slots_before_it_runs(
@@ -191,7 +192,7 @@ def test_a_trainer_is_refused_while_another_one_is_attached(keeper, make_client,
     client = make_client()
     client.start()
     num_refused = 0
-    while not client.failure():
+    while client.error is None:
         if keeper.is_called(0.05):
             peer = keeper.accept()
             peer.state()
@@ -204,7 +205,7 @@ def test_a_trainer_is_refused_while_another_one_is_attached(keeper, make_client,
     assert isinstance(refusal, JobBusy)
     assert "runs already on" in str(refusal)
     assert "process 5 is the trainer; or give this one a directory of its own" in str(refusal)
-    assert client.failure() == str(refusal)
+    assert client.error is refusal
     assert "for another training of job" in caplog.text
     assert not client.wait(lambda state: False, TIMEOUT_S)  # at once: it gave up
 
@@ -226,8 +227,8 @@ def test_a_trainer_that_was_just_killed_is_waited_for(keeper, client):
 def test_after_it_gave_up_a_client_can_be_started_again(keeper, make_client):
     client = make_client(io_timeout_s=0.2)
     client.start()
-    assert until(client.failure)
-    assert "did not answer within 0.2 s (io_timeout_s): it is stopped" in client.failure()
+    assert until(lambda: client.error is not None)
+    assert "did not answer within 0.2 s (io_timeout_s): it is stopped" in str(client.error)
     with pytest.raises(KeeperError, match="kill -CONT"):
         client.connect(1.0)
     while not client.is_connected:
@@ -243,8 +244,8 @@ def test_a_keeper_of_another_version_is_named(identity, keeper, client):
     peer.state()
     os.write(peer.channel.fileno(), b"\x02\x00\x00\x00\xff\xff\x00\x00{}")
 
-    assert until(client.failure)
-    assert f"process {os.getpid()}, at the socket of this job's keeper, is of another version" in client.failure()
+    assert until(lambda: client.error is not None)
+    assert f"process {os.getpid()}, at the socket of this job's keeper, is of another version" in str(client.error)
 
 
 def test_what_is_no_keeper_is_named(keeper, client):
@@ -253,8 +254,8 @@ def test_what_is_no_keeper_is_named(keeper, client):
     peer.state()
     os.write(peer.channel.fileno(), struct.pack("<IHH", 2, PROTOCOL, 0) + b"[]")
 
-    assert until(client.failure)
-    assert re.search("is no keeper: .*; end it, or give the job another name", client.failure())
+    assert until(lambda: client.error is not None)
+    assert re.search("is no keeper: .*; end it, or give the job another name", str(client.error))
 
 
 def test_a_keeper_without_its_page_is_no_keeper(keeper, client):
@@ -264,8 +265,8 @@ def test_a_keeper_without_its_page_is_no_keeper(keeper, client):
     peer.is_greeted = True
     peer.send()
 
-    assert until(client.failure)
-    assert "sent no page" in client.failure()
+    assert until(lambda: client.error is not None)
+    assert "sent no page" in str(client.error)
     assert not client.was_connected
 
 
@@ -309,13 +310,10 @@ def test_a_keeper_that_sends_nothing_is_asked_and_found_silent(keeper, make_clie
     question = peer.question()
     assert (question.about, question.number) == ("memory", 0)
     assert client.wait(lambda _: client.is_silent, TIMEOUT_S)
-    assert f"process {PID} on" in client.failure()
-    assert "does not answer: training and captures into memory continue" in client.failure()
     assert client.is_connected
 
     peer.answer(0, None)
     assert client.wait(lambda _: not client.is_silent, TIMEOUT_S)
-    assert client.failure() == ""
 
 
 def test_time_in_which_this_process_itself_was_stopped_does_not_count():
@@ -425,7 +423,7 @@ def test_without_a_thread_there_is_no_memory_and_no_error(client, peer, slot):
         threading.stack_size(stack_bytes)
 
     assert "thread" in client.memory_refusal
-    assert "thread" in other.failure()
+    assert "thread" in str(other.error)
     other.leave(Farewell.LEFT, timeout_s=0.0)
 
     client.ask_memory(WISH)
@@ -539,11 +537,48 @@ def test_names_are_given_moved_and_taken_away(client, begun):
     begun.state(lambda state: not state.names)
 
     client.release("best")
-    begun.state(lambda state: state.released == ("best",))
+    begun.state(lambda state: state.released == (NamedStep("best", StepKey(START + 1, 0)),))
     begun.send()
     client.keep("best", 3)
-    state = begun.state(lambda state: state.names)
-    assert (state.names, state.released) == ((NamedStep("best", StepKey(START, 3)),), ())
+    client.keep("best", 4)
+    state = begun.state(lambda state: state.names == (NamedStep("best", StepKey(START, 4)),))
+    assert state.released == (NamedStep("best", StepKey(START, 3)),)
+
+
+def test_a_name_whose_step_is_lost_is_taken_once_and_one_that_is_given_or_released_never(client, begun):
+    given = NamedStep("given", StepKey(START, 3))
+    late = NamedStep("late", StepKey(START, 4))
+    for named in (given, late, NamedStep("released", late.key)):
+        client.keep(named.name, named.key.step)
+    client.release("released")
+    begun.state(lambda state: state.names == (given, late) and state.released)
+
+    begun.send(names=(given,), lost=(given.key, late.key))
+    assert until(lambda: client.state.lost)
+    begun.state(lambda state: state.names == (late,))
+
+    assert client.take_lost_names() == (late,)
+    assert client.take_lost_names() == ()
+    begun.state(lambda state: not state.names)
+
+
+def test_names_are_answered_once_the_first_level_has_them_or_never_will():
+    key = StepKey(START, 3)
+    nothing = TrainerState(0, start=START, job=JOB)
+    asked = trainer_requests.with_name(trainer_requests.without_name(nothing, "old"), "good", 3)
+    good = NamedStep("good", key)
+
+    def is_answered(**fields):
+        return trainer_requests.are_names_answered(asked, KeeperState(**fields))
+
+    assert trainer_requests.are_names_answered(nothing, KeeperState())
+    assert not is_answered()
+    assert not is_answered(names=(good, NamedStep("old", StepKey(1, 1))))
+    assert not is_answered(name_refusals=(NameRefusal("/b", "good", "-"),))
+    assert is_answered(names=(good,))
+    assert is_answered(lost=(key,))
+    assert is_answered(name_refusals=(NameRefusal("/a", "good", "-"),))
+    assert is_answered(levels=(LevelState(is_failing=True),))
 
 
 def test_names_that_were_taken_away_are_few(client, begun):
@@ -553,7 +588,7 @@ def test_names_that_were_taken_away_are_few(client, begun):
     begun.state(lambda state: len(state.released) == 20)
     begun.send(names=(NamedStep("name 1", StepKey(START, 1)),))
     state = begun.state(lambda state: len(state.released) < 20)
-    assert state.released == ("name 1", *(f"name {number}" for number in range(4, 20)))
+    assert [removal.name for removal in state.released] == [f"name {number}" for number in (1, *range(4, 20))]
 
 
 def test_a_start_forgets_what_was_asked_of_the_one_before(client, begun):

@@ -197,7 +197,7 @@ def test_a_stopped_keeper_is_silent_and_training_goes_on(make_training, monkeypa
     os.kill(training.client.keeper_pid, signal.SIGSTOP)
     training.wait(lambda _: training.client.is_silent)
     training.capture(0)
-    with pytest.raises(KeeperError, match="does not answer: training and captures into memory continue"):
+    with pytest.raises(KeeperError, match="did not report its memory within"):
         training.client.memory(0.1)
     os.kill(training.client.keeper_pid, signal.SIGCONT)
     training.wait(lambda _: not training.client.is_silent)

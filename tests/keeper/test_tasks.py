@@ -757,19 +757,21 @@ def test_names_are_given_listed_and_taken_away(rig, node):
     assert [named.name for named in level.list().names] == ["second", "third"]
 
 
-def test_a_name_is_taken_from_all_snapshots_of_the_run_and_of_no_other(rig, node):
+def test_a_name_is_taken_from_the_given_snapshots_and_from_no_other(rig, node):
     level = rig()
     level.write(node, Capture(1))
     level.write(node, Capture(1, start=FIRST))
-    level.write(node, Capture(1, run=OTHER_RUN))
-    keys = (key_of(1), key_of(1, FIRST))
-    level.run(SetNames(0, 5, tuple(NamedStep("best", key) for key in keys), ()))
-    (level.path(1, run=OTHER_RUN) / "keep-best").write_text(OTHER_RUN)
+    level.write(node, Capture(2))
+    level.write(node, Capture(3, run=OTHER_RUN))
+    older = (NamedStep("best", key_of(1)), NamedStep("best", key_of(1, FIRST)))
+    newest = NamedStep("best", key_of(2))
+    level.run(SetNames(0, 5, (*older, newest), ()))
+    (level.path(3, run=OTHER_RUN) / "keep-best").write_text(OTHER_RUN)
 
-    level.run(SetNames(0, 6, (), (NamedStep("best", key_of(1)),)))
+    level.run(SetNames(0, 6, (), older))
 
-    assert level.list().names == ()
-    assert (level.path(1, run=OTHER_RUN) / "keep-best").exists()
+    assert level.list().names == (newest,)
+    assert (level.path(3, run=OTHER_RUN) / "keep-best").exists()
 
 
 def test_a_name_that_can_never_be_given_is_refused_and_the_others_are_given(rig, node):

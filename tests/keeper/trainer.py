@@ -234,7 +234,7 @@ class Trainer:
     def why_not(self):
         """What is in the way of captures."""
         state = self.client.state
-        return f"connected: {self.client.is_connected}; {self.client.failure()}; {state}; {self.client.mapped()}"
+        return f"connected: {self.client.is_connected}; {self.client.error}; {state}; {self.client.mapped()}"
 
     def cut(self):
         """Break the connection, and wait until that is seen."""

@@ -93,16 +93,16 @@ class World:
         self.is_spare = self.pick(4) > 0
         num_slots = modules.slot_choice.slots_needed(self.kept, is_read=self.is_spare)
         self.keeper_slots = [modules.slots.make_slot(4096, 4096) for _ in range(num_slots)]
-        self.raw = [slot.words._cells for slot in self.keeper_slots]
+        self.raw = [slot._cells for slot in self.keeper_slots]
         self.images = []
         self.trainer_slots = []
         for slot in self.keeper_slots:
             trainer_slot = modules.slots.TrainerSlot.attach(os.dup(slot.descriptor))
             self.images.append(trainer_slot.image)
-            trainer_slot.words._cells = Queued(trainer_slot.words._cells, self.queue)
+            trainer_slot._cells = Queued(trainer_slot._cells, self.queue)
             trainer_slot._meta = Queued(trainer_slot._meta, self.queue)
             self.trainer_slots.append(trainer_slot)
-            slot.words._cells = Interrupted(slot.words._cells, self)
+            slot._cells = Interrupted(slot._cells, self)
         self.trainer = self._train()
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class World:
             self.in_flight = None
         else:
             for _ in self._stores(lambda: slot.commit(copied_ns=1)):
-                if slot.words.load(self.word.END):
+                if slot.load(self.word.END):
                     self.newest = [*self.newest, sequence][-self.kept :]
                     self.whole.add(sequence)
                     self.in_flight = None

@@ -98,13 +98,13 @@ def check_after_death(slot, num_stores):
 @pytest.mark.parametrize("num_stores", range(STORES_OF_A_CAPTURE + 1))
 def test_a_trainer_that_dies_between_two_stores_leaves_nothing_that_seems_whole(num_stores, keeper_slot, trainer_slot):
     write(trainer_slot, 1)
-    cells = trainer_slot.words._cells
-    trainer_slot.words._cells = Stores(cells, num_stores)
+    cells = trainer_slot._cells
+    trainer_slot._cells = Stores(cells, num_stores)
 
     with contextlib.suppress(Died):
         write(trainer_slot, 2)
 
-    trainer_slot.words._cells = cells
+    trainer_slot._cells = cells
     check_after_death(keeper_slot, num_stores)
 
 
@@ -153,18 +153,18 @@ def test_a_reader_that_was_woken_early_waits_for_a_trainer_in_another_process(di
 
 def test_a_capture_whose_copy_stops_is_given_up(keeper_slot, trainer_slot, monkeypatch):
     monkeypatch.setattr(capture_reader, "STALL_S", 0.0)
-    trainer_slot.words._cells = Stores(trainer_slot.words._cells, 13)
+    trainer_slot._cells = Stores(trainer_slot._cells, 13)
     with pytest.raises(Died):
         write(trainer_slot, 1)
 
     with pytest.raises(CaptureAborted, match=f"stopped at byte {PIECE_BYTES}"):
         read(keeper_slot, 1)
-    trainer_slot.words._cells = trainer_slot.words._cells.cells
+    trainer_slot._cells = trainer_slot._cells.cells
 
 
 def test_each_word_has_one_writer(keeper_slot, trainer_slot):
-    stored_by_trainer = trainer_slot.words._cells = Stores(trainer_slot.words._cells)
-    stored_by_keeper = keeper_slot.words._cells = Stores(keeper_slot.words._cells)
+    stored_by_trainer = trainer_slot._cells = Stores(trainer_slot._cells)
+    stored_by_keeper = keeper_slot._cells = Stores(keeper_slot._cells)
 
     write(trainer_slot, 1)
     keeper_slot.hold(1, [keeper_slot], 1)
@@ -175,7 +175,7 @@ def test_each_word_has_one_writer(keeper_slot, trainer_slot):
 
     assert set(stored_by_trainer.words) == TRAINER_WORDS
     assert set(stored_by_keeper.words) == KEEPER_WORDS
-    keeper_slot.words._cells, trainer_slot.words._cells = stored_by_keeper.cells, stored_by_trainer.cells
+    keeper_slot._cells, trainer_slot._cells = stored_by_keeper.cells, stored_by_trainer.cells
 
 
 def test_a_hold_is_of_one_capture_alone(keeper_slot, trainer_slot):
@@ -241,7 +241,7 @@ def test_a_capture_that_does_not_fit_leaves_the_slot_as_it_was(keeper_slot, trai
 def test_words_that_are_damaged_are_not_believed(word, value, said, keeper_slot, trainer_slot):
     write(trainer_slot, 1)
     assert CaptureReader(keeper_slot, 1, lambda: None).meta.step == 1
-    trainer_slot.words.store(word, value)
+    trainer_slot.store(word, value)
 
     with pytest.raises(FormatError, match=said):
         CaptureReader(keeper_slot, 1, lambda: None)
@@ -312,7 +312,7 @@ def test_what_a_reader_writes_into_its_result_stays_in_its_process(keeper_slot, 
 
     assert read(reader, 1) == b"\1" * IMAGE_BYTES
     with pytest.raises(TypeError):
-        reader.words.store(SlotWord.HELD, 1)
+        reader.store(SlotWord.HELD, 1)
     view.release()
     reader.close()
 
@@ -413,13 +413,13 @@ def test_other_memory_is_no_slot_and_no_node_page(keeper_slot):
     with pytest.raises(FormatError, match="whose size another process could change"):
         KeeperSlot.attach(resizable)
     with pytest.raises(FormatError, match="no node page"):
-        NodePage.attach(resizable_page)
+        NodePage.attach(resizable_page, os.dup(node.event_descriptor))
     os.pwrite(keeper_slot.descriptor, os.pread(node.descriptor, 8, 0), 0)
     with pytest.raises(FormatError, match="no node page"):
-        NodePage.attach(os.dup(keeper_slot.descriptor))
+        NodePage.attach(os.dup(keeper_slot.descriptor), os.dup(node.event_descriptor))
     os.pwrite(node.descriptor, word_bytes(1), 0)
     with pytest.raises(FormatError, match="no node page"):
-        NodePage.attach(os.dup(node.descriptor))
+        NodePage.attach(*map(os.dup, node.descriptors))
     node.close()
 
 
@@ -450,10 +450,16 @@ def test_what_refuses_further_memory_ends_the_making_of_a_slot():
 
 def test_a_trainer_wakes_the_keeper_from_the_awaited_step_on():
     keeper_page = NodePage.create()
-    page = NodePage.attach(os.dup(keeper_page.descriptor))
+    page = NodePage.attach(*map(os.dup, keeper_page.descriptors))
 
     def awaited():
-        return [step for step in (0, 6, 7, 8) if page.is_awaited(step)]
+        steps = []
+        for step in (0, 6, 7, 8):
+            page.wake(step)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(keeper_page.event_descriptor)
+                steps.append(step)
+        return steps
 
     assert awaited() == [0, 6, 7, 8]
     keeper_page.set_awaited_step(7)

@@ -13,32 +13,32 @@ MAX_SEEDS = 400
 
 RULES = {
     # The order of a trainer's stores.
-    "the end of the capture before does not count": ("slots", "        words.store(SlotWord.END, 0)\n", ""),
+    "the end of the capture before does not count": ("slots", "        self.store(SlotWord.END, 0)\n", ""),
     "a slot is empty while a capture begins": (
         "slots",
-        "        words.store(SlotWord.BEGIN, 0)\n        words",
-        "        words",
+        "        self.store(SlotWord.BEGIN, 0)\n        self.store",
+        "        self.store",
     ),
     "SEQUENCE comes before the other words": (
         "slots",
-        "        words.store(SlotWord.SEQUENCE, sequence)\n"
-        "        words.store(SlotWord.END, 0)\n"
-        "        words.store(SlotWord.START, start)\n"
-        "        words.store(SlotWord.IMAGE_BYTES, image_bytes)\n",
-        "        words.store(SlotWord.END, 0)\n"
-        "        words.store(SlotWord.START, start)\n"
-        "        words.store(SlotWord.IMAGE_BYTES, image_bytes)\n"
-        "        words.store(SlotWord.SEQUENCE, sequence)\n",
+        "        self.store(SlotWord.SEQUENCE, sequence)\n"
+        "        self.store(SlotWord.END, 0)\n"
+        "        self.store(SlotWord.START, start)\n"
+        "        self.store(SlotWord.IMAGE_BYTES, image_bytes)\n",
+        "        self.store(SlotWord.END, 0)\n"
+        "        self.store(SlotWord.START, start)\n"
+        "        self.store(SlotWord.IMAGE_BYTES, image_bytes)\n"
+        "        self.store(SlotWord.SEQUENCE, sequence)\n",
     ),
-    "the watermark starts again": ("slots", "        words.store(SlotWord.WATERMARK, 0)\n", ""),
+    "the watermark starts again": ("slots", "        self.store(SlotWord.WATERMARK, 0)\n", ""),
     "metadata comes before BEGIN": (
         "slots",
-        "        self._meta[: len(meta)] = meta\n        words.store(SlotWord.META_BYTES, len(meta))\n",
-        "        words.store(SlotWord.BEGIN, step + 1)\n"
-        "        self._meta[: len(meta)] = meta\n        words.store(SlotWord.META_BYTES, len(meta))\n",
+        "        self._meta[: len(meta)] = meta\n        self.store(SlotWord.META_BYTES, len(meta))\n",
+        "        self.store(SlotWord.BEGIN, step + 1)\n"
+        "        self._meta[: len(meta)] = meta\n        self.store(SlotWord.META_BYTES, len(meta))\n",
     ),
     # The reader.
-    "the words are of one capture": ("words", "if self.load(SlotWord.SEQUENCE) == sequence:", "if True:"),
+    "the words are of one capture": ("slots", "if self.load(SlotWord.SEQUENCE) == sequence:", "if True:"),
     "a reader waits for the watermark": ("capture_reader", "view.watermark_bytes >= needed_bytes", "True"),
     "a capture that is not whole ends the read": (
         "capture_reader",

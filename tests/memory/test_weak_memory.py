@@ -40,8 +40,8 @@ class Machine:
         modules.words.fence = lambda: self.memory.fence(self.running)
         self.keeper_slot = modules.slots.make_slot(4096, IMAGE_BYTES)
         self.trainer_slot = modules.slots.TrainerSlot.attach(os.dup(self.keeper_slot.descriptor))
-        self.trainer_slot.words._cells = WeakWords(self.memory, self.trainer, "slot")
-        self.keeper_slot.words._cells = WeakWords(self.memory, self.keeper, "slot")
+        self.trainer_slot._cells = WeakWords(self.memory, self.trainer, "slot")
+        self.keeper_slot._cells = WeakWords(self.memory, self.keeper, "slot")
 
     def close(self):
         os.close(self.keeper_slot.descriptor)
@@ -149,7 +149,7 @@ def is_noticed(modules, seed, moment):
         act()
     pages[0].store(begin, 8)
     is_woken = node.is_awaited(7)
-    os.close(node.descriptor)
+    node.close()
     return is_woken or seen == [True]
 
 
@@ -173,8 +173,8 @@ def is_hold_seen(modules, seed):
     keeper_slots = [modules.slots.make_slot(4096, IMAGE_BYTES) for _ in range(2)]
     trainer_slots = [modules.slots.TrainerSlot.attach(os.dup(slot.descriptor)) for slot in keeper_slots]
     for number in range(2):
-        trainer_slots[number].words._cells = WeakWords(memory, trainer, number)
-        keeper_slots[number].words._cells = WeakWords(memory, keeper, number)
+        trainer_slots[number]._cells = WeakWords(memory, trainer, number)
+        keeper_slots[number]._cells = WeakWords(memory, keeper, number)
 
     def capture(slot, sequence):
         slot.begin(1, 7, sequence=sequence, image_bytes=IMAGE_BYTES, meta=META)

@@ -211,14 +211,14 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("memory/slot_choice.py", "kept_whole", "runs_ahead"),
     ],
     "memory/test_slot_memory.py::test_a_discarded_capture_is_gone_and_its_number_is_not": [
-        ("memory/words.py", "SlotPage._phase", "begin == 0"),
-        ("memory/words.py", "SlotPage._phase", "self.load(SlotWord.END) == begin"),
+        ("memory/slots.py", "Slot._phase", "begin == 0"),
+        ("memory/slots.py", "Slot._phase", "self.load(SlotWord.END) == begin"),
     ],
     "memory/test_slot_memory.py::test_a_slot_may_be_a_file_without_a_name_that_has_all_its_space": [
-        ("memory/words.py", "SlotPage.view", "self.load(SlotWord.SEQUENCE) == sequence"),
+        ("memory/slots.py", "Slot.view", "self.load(SlotWord.SEQUENCE) == sequence"),
     ],
     "memory/test_slot_memory.py::test_a_trainer_that_dies_between_two_stores_leaves_nothing_that_seems_whole": [
-        ("memory/words.py", "SlotPage._phase", "self.load(SlotWord.VOID) == sequence"),
+        ("memory/slots.py", "Slot._phase", "self.load(SlotWord.VOID) == sequence"),
     ],
     "memory/test_slot_memory.py::test_other_memory_is_no_slot_and_no_node_page": [
         ("memory/words.py", "NodePage.attach", "not is_page or os.pread(descriptor, 8, 0) != word_bytes(_NODE_MAGIC)"),

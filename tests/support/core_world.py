@@ -437,7 +437,7 @@ class SimRank:
         self.is_copying = False
         self.required: tuple[int, ...] = ()
         self.names: tuple[NamedStep, ...] = ()
-        self.released: tuple[str, ...] = ()
+        self.released: tuple[NamedStep, ...] = ()
         self.protect: tuple[int, ...] = ()
         self.is_preempted = False
         self.is_sealed = False
@@ -598,15 +598,19 @@ class Training:
     def keep(self, name: str, step: int) -> None:
         """Give a name to a step."""
         for rank in self.ranks:
-            rank.names = (*rank.names, NamedStep(name, StepKey(self.start, step)))
-            rank.released = tuple(other for other in rank.released if other != name)
+            named = NamedStep(name, StepKey(self.start, step))
+            rank.names = (*rank.names, named)
+            rank.released = tuple(min(named, other) if other.name == name else other for other in rank.released)
             rank.report()
 
     def release(self, name: str) -> None:
         """Take a name away."""
         for rank in self.ranks:
             rank.names = tuple(named for named in rank.names if named.name != name)
-            rank.released = (*rank.released, name)
+            rank.released = (
+                *(other for other in rank.released if other.name != name),
+                NamedStep(name, StepKey(self.start + 1, 0)),
+            )
             rank.report()
 
     def leave(self, farewell: Farewell) -> None:

@@ -42,7 +42,6 @@ class HandTrainer:
         self.descriptors = []
         self.slots = {}
         self.page = None
-        self.wake = -1
         self.is_over = False
         identity = identity_of(job_id, node)
         self.channel = None
@@ -102,8 +101,7 @@ class HandTrainer:
     def _take_state(self, state, descriptors):
         self.keeper = state
         if descriptors and self.page is None:
-            self.page = NodePage.attach(descriptors.pop(0))
-            self.wake = descriptors.pop(0)
+            self.page = NodePage.attach(descriptors.pop(0), descriptors.pop(0))
         for descriptor in descriptors:
             slot = TrainerSlot.attach(descriptor)
             self.slots[slot.slot_id] = slot
@@ -126,8 +124,7 @@ class HandTrainer:
         slot.advance(shard.size_bytes)
         if is_whole:
             slot.commit(copied_ns=1)
-        if self.page.is_awaited(step):
-            os.eventfd_write(self.wake, 1)
+        self.page.wake(step)
         return slot
 
     def close(self):
