@@ -73,11 +73,12 @@ class MemoryRefused:
 
 @dataclass(frozen=True)
 class TaskMoved:
-    """The task of a level moved some bytes, so it does not hang."""
+    """The task of a level makes progress, so it does not hang."""
 
-    level: int
     number: int
     """The number of the task."""
+    moved_bytes: int = 0
+    """Bytes that the task has moved so far."""
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,7 @@ class Core:
                 self.ranks.rank(event.rank).memory_refused(event.text, self.now)
             case TaskMoved():
                 if self.job is not None:
-                    self.job.task_moved(event.number, self.now)
-                return False
+                    self.job.task_moved(event, self.now)
             case TaskEnded():
                 if self.job is not None:
                     self.job.task_ended(event, self.now)

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import xxhash
 from msgspec import json, structs
 
-from lazysnap.core.actions import Action, Hold, Release, Send, SetAwaitedStep, Task, TaskEnded
+from lazysnap.core.actions import Action, Hold, Release, Send, SetAwaitedStep, Task, TaskEnded, TaskMoved
 from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
@@ -136,10 +136,10 @@ class JobCore:
         for abandoned in self._abandoned.values():
             abandoned.pop(event.number, None)
 
-    def task_moved(self, number: int, now: float) -> None:
+    def task_moved(self, event: TaskMoved, now: float) -> None:
         """Handle the progress of a task."""
         for level in self.level_tasks:
-            level.moved(number, now)
+            level.moved(event, now)
 
     def abandon_all(self) -> list[Action]:
         """Abandon all tasks: another job replaces this one."""
@@ -380,8 +380,10 @@ class JobCore:
         states = []
         for level, tasks in zip(self.node.storage, self.level_tasks, strict=False):
             writing = None
-            if has_progress:
+            moved_bytes = 0
+            if has_progress and tasks.writing is not None:
                 writing = tasks.writing
+                moved_bytes = tasks.moved_bytes
             states.append(
                 LevelState(
                     complete=level.order.complete,
@@ -392,6 +394,7 @@ class JobCore:
                     failed_step=tasks.failed_step,
                     num_failures=tasks.num_failures,
                     writing=writing,
+                    moved_bytes=moved_bytes,
                 )
             )
         return tuple(states)

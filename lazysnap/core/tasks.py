@@ -32,6 +32,7 @@ from lazysnap.core.actions import (
     StepStored,
     Task,
     TaskEnded,
+    TaskMoved,
     WriteLevel,
 )
 from lazysnap.core.messages import GrantProgress, NamedStep, NameRefusal, StepKey
@@ -56,6 +57,8 @@ class LevelTasks:
     """The node's state of the level."""
     task: Task | None = None
     """The running task."""
+    moved_bytes: int = 0
+    """Bytes that it has moved, as it last reported."""
     failed_step: int | None = None
     """The step that the last failed task did not store; None: another task."""
     num_failures: int = 0
@@ -115,10 +118,11 @@ class LevelTasks:
         self.abandoned[task.number] = task
         return CancelTask(self.index, task.number)
 
-    def moved(self, number: int, now: float) -> None:
+    def moved(self, event: TaskMoved, now: float) -> None:
         """Handle the progress of a task."""
-        if self.task is not None and self.task.number == number:
+        if self.task is not None and self.task.number == event.number:
             self._moved_at = now
+            self.moved_bytes = event.moved_bytes
 
     def ended(self, event: TaskEnded, now: float) -> None:
         """Handle the end of a task of any level. The number tells the level.
@@ -198,6 +202,7 @@ class LevelTasks:
         if task is None:
             return []
         self.task = task
+        self.moved_bytes = 0
         self._moved_at = now
         self._is_cancelled = False
         return [task]

@@ -1,7 +1,6 @@
 """Answers questions to a keeper: its memory, the state of the job, and whether the keeper can end."""
 
 import logging
-from collections.abc import Mapping
 
 from msgspec import structs
 
@@ -56,9 +55,9 @@ class Answers:
         ranks = self._core.ranks.all
         return rank < len(ranks) and ranks[rank].connection == connection.number
 
-    def answer_status(self, connection: TrainerConnection, question: Question, moved_bytes: Mapping[int, int]) -> None:
-        """Send the state of the node. ``moved_bytes``: see ``node_state``."""
-        state = node_state(self._core, self._slots.by_rank, self._others.parity_bytes, self._log, moved_bytes)
+    def answer_status(self, connection: TrainerConnection, question: Question) -> None:
+        """Send the state of the node."""
+        state = node_state(self._core, self._slots.by_rank, self._others.parity_bytes, self._log)
         self._connections.answer(connection, Answer(number=question.number, status=state))
 
     # The end

@@ -53,13 +53,6 @@ class LevelThreads:
         """True if a task is running and not cancelled."""
         return any(not control.is_cancelled for control in self._running.values())
 
-    def moved_bytes(self, level: int) -> int:
-        """Return the bytes that the task of a level has moved."""
-        control = self._running.get(level)
-        if control is None or control.is_cancelled:
-            return 0
-        return control.moved_bytes
-
     def begin(self, settings: JobSettings) -> None:
         """Use these settings from now on. Tasks of earlier settings were cancelled."""
         self._running = {}

@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 from msgspec import structs
@@ -44,14 +43,13 @@ from lazysnap.core.actions import (
     SlotsSeen,
     Task,
     TaskEnded,
-    TaskMoved,
     TrainerReported,
     VoidSlot,
     WriteLevel,
 )
 from lazysnap.core.core import Core
 from lazysnap.core.lifecycle import Phase
-from lazysnap.core.messages import KeeperAlert, KeeperState, TrainerState
+from lazysnap.core.messages import KeeperAlert, TrainerState
 from lazysnap.keeper.answers import Answers
 from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.event_log import EventLog
@@ -197,12 +195,7 @@ class Keeper:
 
     def _post(self, event: Event) -> None:
         """Handle an event from any thread."""
-        self._loop.call_soon_threadsafe(self._handle_posted, event)
-
-    def _handle_posted(self, event: Event) -> None:
-        self._handle(event)
-        if isinstance(event, TaskMoved):
-            self._send_progress(event.level)
+        self._loop.call_soon_threadsafe(self._handle, event)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -239,7 +232,7 @@ class Keeper:
     def _perform(self, action: Action) -> None:
         match action:
             case SendToTrainer():
-                self._send_state(action.connection, action.rank, action.state)
+                self._connections.send_state(action.connection, action.rank, action.state)
             case CloseConnection():
                 self._connections.close(action.connection)
             case AdoptSlots():
@@ -351,24 +344,6 @@ class Keeper:
             frame.descriptors = self._handed_over
             self._handed_over = []
 
-    def _send_state(self, connection: int, rank: int, state: KeeperState) -> None:
-        """Send a state. If a trainer waits for a step, add the bytes that tasks moved, which the core does not have."""
-        levels = []
-        for index, level in enumerate(state.levels):
-            moved_bytes = self._levels.moved_bytes(index)
-            if level.writing is not None and moved_bytes:
-                levels.append(structs.replace(level, moved_bytes=moved_bytes))
-            else:
-                levels.append(level)
-        self._connections.send_state(connection, rank, structs.replace(state, levels=tuple(levels)))
-
-    def _send_progress(self, level: int) -> None:
-        """Send the last states again, with the bytes that a task has moved."""
-        for rank in self._core.ranks.all:
-            state = rank.last_sent
-            if state is not None and level < len(state.levels) and state.levels[level].writing is not None:
-                self._send_state(rank.connection, rank.number, state)
-
     # Questions
 
     def _answer(self, connection: TrainerConnection, question: Question) -> None:
@@ -385,18 +360,13 @@ class Keeper:
             case "memory":
                 self._answers.answer_memory(connection, question)
             case "status":
-                self._answers.answer_status(connection, question, self._moved_bytes())
+                self._answers.answer_status(connection, question)
             case "stop":
                 self._answers.stop_asked(connection, question)
                 if question.is_forced and not self._core.is_served:
                     self._finish()
                 else:
                     self._answer_stop()
-
-    def _moved_bytes(self) -> Mapping[int, int]:
-        if self._core.job is None:
-            return {}
-        return {index: self._levels.moved_bytes(index) for index in range(len(self._core.job.settings.levels))}
 
     def _answer_stop(self) -> None:
         """Answer the question whether the keeper can end, once that is known, and end it in that case."""

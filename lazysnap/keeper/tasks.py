@@ -82,7 +82,7 @@ class TaskControl:
         now = time.monotonic()
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
-            self._post(TaskMoved(self.task.level, self.task.number))
+            self._post(TaskMoved(self.task.number, self.moved_bytes))
 
     def count(self, num_bytes: int) -> None:
         """Count bytes that were moved, on any thread. See ``levels.source.ByteCounter``."""

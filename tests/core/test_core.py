@@ -359,10 +359,10 @@ class TestTheEnd:
         driver.see((slot(0, 4), empty(1), empty(2)))
         done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
-        driver.step(actions.TaskMoved(0, write.number))
+        driver.step(actions.TaskMoved(write.number))
 
         driver.now += START_GRACE_S
-        assert not of_kind(driver.step(actions.TaskMoved(0, write.number)), actions.Finish)
+        assert not of_kind(driver.step(actions.TaskMoved(write.number)), actions.Finish)
         assert not of_kind(driver.pass_time(1.0), actions.Finish)
         assert actions.Finish() in driver.step(actions.StepStored(write.number))
 

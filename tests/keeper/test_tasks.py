@@ -490,7 +490,7 @@ def test_a_job_that_waits_for_a_bound_of_bytes_moves_meanwhile(rig, node, tmp_pa
 
     assert isinstance(level.write(node, Capture(6)), StepStored)
 
-    assert TaskMoved(0, 1) in level.events
+    assert 1 in {event.number for event in level.events if isinstance(event, TaskMoved)}
 
 
 # ---------------------------------------------------------------- copy

@@ -220,12 +220,12 @@ class SimTask:
             return
         if self.world.now >= self._moved_at + 0.5:
             self._moved_at = self.world.now
-            self.keeper.handle(actions.TaskMoved(task.level, task.number))
+            self.keeper.handle(actions.TaskMoved(task.number))
         self._after(self.world.setting.step_s / 10, self._await_source)
 
     def _write(self, seconds_left: float) -> None:
         """Move bytes, and say so now and then. A hang may come at any of these moments."""
-        self.keeper.handle(actions.TaskMoved(self.task.level, self.task.number))
+        self.keeper.handle(actions.TaskMoved(self.task.number))
         if not self.keeper.is_alive:
             return
         if self.is_cancelled:
