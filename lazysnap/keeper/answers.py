@@ -27,10 +27,10 @@ class Answers:
         self._connections = connections
         self._others = others
         self._log = log
-        self._stop: tuple[TrainerConnection, Question] | None = None
-        """The question whether the keeper can end, until it is answered."""
+        self._stops: list[tuple[TrainerConnection, Question]] = []
+        """Questions whether the keeper can end, until they are answered."""
         self._must_end = False
-        """True once that question made the keeper end."""
+        """True once such a question made the keeper end."""
 
     # Memory and state
 
@@ -64,36 +64,32 @@ class Answers:
 
     def stop_asked(self, connection: TrainerConnection, question: Question) -> None:
         """Accept the question whether the keeper can end. It is answered later."""
-        self._stop = (connection, question)
+        self._stops.append((connection, question))
 
     def decide_stop(self) -> bool:
-        """Refuse the question whether the keeper can end, if it must stay.
+        """Refuse the questions whether the keeper can end, if it must stay.
 
         Returns: True, once, if the keeper must end. ``finish`` then answers.
         """
-        if self._stop is not None and not self._connections.is_open(self._stop[0]):
-            self._stop = None  # the client is gone; the keeper decides by itself
-        if self._stop is None or self._must_end:
-            self._answer_arrival()
+        if self._must_end:
+            if self._core.is_served:  # a trainer connected meanwhile
+                self._must_end = False
+                self._answer_stops(Answer(text=self._text_of_training()))
+            return False
+        # Without its client, a question does not count: the keeper decides by itself.
+        self._stops = [stop for stop in self._stops if self._connections.is_open(stop[0])]
+        if not self._stops:
             return False
         text = self._reason_to_stay()
         if text:
-            self._answer_stop(Answer(text=text))
+            self._answer_stops(Answer(text=text))
             return False
         self._must_end = self._is_all_stored()
         return self._must_end
 
-    def _answer_arrival(self) -> None:
-        """Refuse the question, because a trainer connected."""
-        if self._must_end and self._core.is_served:
-            self._must_end = False
-            if self._stop is not None:
-                self._answer_stop(Answer(text=self._text_of_training()))
-
     def finish(self) -> None:
         """Answer that the keeper ends, and which step is durable."""
-        if self._stop is not None:
-            self._answer_stop(Answer(durable=self._durable_steps()))
+        self._answer_stops(Answer(durable=self._durable_steps()))
 
     def _durable_steps(self) -> dict[str, int | None]:
         job = self._core.job
@@ -104,11 +100,10 @@ class Answers:
                 steps[settings.url] = None if newest is None else newest.step
         return steps
 
-    def _answer_stop(self, answer: Answer) -> None:
-        assert self._stop is not None
-        connection, question = self._stop
-        self._stop = None
-        self._connections.answer(connection, structs.replace(answer, number=question.number))
+    def _answer_stops(self, answer: Answer) -> None:
+        for connection, question in self._stops:
+            self._connections.answer(connection, structs.replace(answer, number=question.number))
+        self._stops = []
 
     def _reason_to_stay(self) -> str:
         """Return the reason why the keeper does not end; empty if it ends, or that is not known yet."""
