@@ -498,21 +498,13 @@ def _unreached(node: int, silent: list[int], address: str) -> str:
 
 
 def _digest(settings: JobSettings) -> int:
-    """Return a hash of the settings on which all nodes of a job must agree."""
+    """Return a hash of the settings on which all nodes of a job must agree: of all that a node has not of its own."""
     levels = []
     for level in settings.levels:
-        retention = (level.keep_last, level.keep_every_n_steps)
-        levels.append((level.every_s, level.every_n_steps, retention, level.is_shared))
-    redundancy = None
-    if settings.redundancy is not None:
-        redundancy = (settings.redundancy.every_n_steps, settings.redundancy.parity, settings.redundancy.most_lost)
-    agreed = (
-        settings.run,
-        levels,
-        redundancy,
-        settings.capture_every_n_steps,
-        settings.world_size,
-        settings.num_nodes,
-    )
+        levels.append(structs.replace(level, url="", storage_options=None, max_bytes_per_s=None, timeout_s=0.0))
+    redundancy = settings.redundancy
+    if redundancy is not None:
+        redundancy = structs.replace(redundancy, members=(), max_bytes_per_s=None)
+    agreed = structs.replace(settings, levels=tuple(levels), redundancy=redundancy, ranks=(), node=0)
     # A message has signed integers of 64 bits.
     return xxhash.xxh3_64_intdigest(json.encode(agreed)) >> 1
