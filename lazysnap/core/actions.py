@@ -217,6 +217,11 @@ class FreeSlot:
 
 
 @dataclass(frozen=True)
+class FreeParity:
+    """Free all parity that the node holds: an earlier start made it, and the current one has no redundancy."""
+
+
+@dataclass(frozen=True)
 class VoidSlot:
     """Write VOID of a slot, then read the slots again: its trainer died during the capture."""
 
@@ -345,6 +350,7 @@ Action = (
     | CloseConnection
     | MakeSlot
     | FreeSlot
+    | FreeParity
     | VoidSlot
     | BeginJob
     | SetPeers

@@ -29,6 +29,7 @@ from lazysnap.core.actions import (
     CloseConnection,
     Event,
     Finish,
+    FreeParity,
     FreeSlot,
     Hold,
     KeeperTrouble,
@@ -245,6 +246,8 @@ class Keeper:
                 self._slots.free(action.rank, action.slot_id)
                 self._others.slot_freed()
                 self._must_observe = True
+            case FreeParity():
+                self._others.free_parity()
             case VoidSlot() | Hold() | Release():
                 self._set_word(action)
             case SetAwaitedStep():

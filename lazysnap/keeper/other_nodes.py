@@ -93,6 +93,11 @@ class OtherNodes:
         """Return the parity that the node holds."""
         return [] if self._parity is None else self._parity.inventory()
 
+    def free_parity(self) -> None:
+        """Free all parity that the node holds."""
+        if self._parity is not None:
+            self._parity.clear()
+
     def parity_task(self, task: Task, slots: NodeSlots, control: TaskControl) -> Callable[[], TaskEnded]:
         """Return the work of a task of redundancy, for its thread."""
         from lazysnap.keeper.parity import run_parity_task

@@ -78,7 +78,7 @@ class ParitySet:
 
 
 class ParityStore:
-    """The parity that a keeper holds. Thread-safe. It outlives starts: only ``delete`` releases parity."""
+    """The parity that a keeper holds. Thread-safe. It outlives starts: only ``delete`` and ``clear`` release parity."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -125,6 +125,12 @@ class ParityStore:
                 else:
                     self._spare = list(parity.files.values())
             self._sets = kept
+
+    def clear(self) -> None:
+        """Free all parity, and its memory."""
+        with self._lock:
+            self._sets = []
+            self._spare = []
 
     @property
     def size_bytes(self) -> int:
