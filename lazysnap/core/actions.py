@@ -13,7 +13,6 @@ from lazysnap.core.messages import (
     KeeperState,
     MemoryWish,
     NamedStep,
-    NameRefusal,
     Order,
     PeerSettings,
     Report,
@@ -115,13 +114,6 @@ class StepStored(TaskEnded):
     """Seconds until it was committed."""
     checksum_s: float = 0.0
     read_back_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class NamesSet(TaskEnded):
-    """Names were given and removed, except those that the level refuses."""
-
-    refused: tuple[NameRefusal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -313,7 +305,7 @@ class DeleteFiles(Task):
 
 @dataclass(frozen=True)
 class SetNames(Task):
-    """Give and remove names. ``NamesSet`` or ``Failed`` follows."""
+    """Give and remove names. ``TaskEnded`` or ``Failed`` follows."""
 
     added: tuple[NamedStep, ...]
     released: tuple[NamedStep, ...]

@@ -285,7 +285,6 @@ class Core:
             levels=job.level_states(has_progress=is_anybody_waiting),
             protected=job.protected,
             names=job.given_names(),
-            name_refusals=job.name_refusals,
             lost=job.node.order.lost,
             alerts=tuple(alerts),
             is_preempted=job.node.order.is_preempted or wants.is_preempted,

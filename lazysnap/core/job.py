@@ -29,7 +29,6 @@ from lazysnap.core.messages import (
     KeeperAlert,
     LevelState,
     NamedStep,
-    NameRefusal,
     Order,
     Report,
     StepKey,
@@ -407,14 +406,6 @@ class JobCore:
             return None
         return max(redundancy.order.complete, default=None)
 
-    @property
-    def name_refusals(self) -> tuple[NameRefusal, ...]:
-        """Return names that a level refuses."""
-        refusals: list[NameRefusal] = []
-        for level in self.level_tasks:
-            refusals += level.name_refusals
-        return tuple(refusals)
-
     def given_names(self) -> tuple[NamedStep, ...]:
         """Return the given names, without those that a faster level must still give to its own copy.
 
@@ -433,7 +424,7 @@ class JobCore:
         level = self.node.levels[index]
         if not level.is_ready or named in level.names:
             return False
-        return level.progress is GrantProgress.LISTING or self.level_tasks[index].may_give(named)
+        return level.progress is GrantProgress.LISTING or named.key in level.stored
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
         """Record whether a due step is not protected yet."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from msgspec import Struct
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Incremented with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report``
 and ``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
 """
@@ -240,14 +240,6 @@ class KeeperAlert(Struct, frozen=True, array_like=True):
     text: str
 
 
-class NameRefusal(Struct, frozen=True, array_like=True):
-    """A name that a level refuses."""
-
-    url: str
-    name: str
-    text: str
-
-
 class KeeperState(Struct, frozen=True, tag="keeper"):
     """The complete state of the keeper for a trainer."""
 
@@ -264,7 +256,6 @@ class KeeperState(Struct, frozen=True, tag="keeper"):
     """Newest capture that survives the loss of a node."""
     names: tuple[NamedStep, ...] = ()
     """Names that were given at some level: the first one, or the fastest that could store the step."""
-    name_refusals: tuple[NameRefusal, ...] = ()
     lost: tuple[StepKey, ...] = ()
     """Required steps that no level can store any more."""
     alerts: tuple[KeeperAlert, ...] = ()

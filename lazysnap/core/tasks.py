@@ -26,7 +26,6 @@ from lazysnap.core.actions import (
     Listed,
     ListLevel,
     Missed,
-    NamesSet,
     ProbeLevel,
     SetNames,
     StepStored,
@@ -35,7 +34,7 @@ from lazysnap.core.actions import (
     TaskMoved,
     WriteLevel,
 )
-from lazysnap.core.messages import GrantProgress, NamedStep, NameRefusal, StepKey
+from lazysnap.core.messages import GrantProgress, NamedStep, StepKey
 from lazysnap.core.node import Node, NodeLevel, RankView, is_in_memory
 
 MAX_HANGING = 3
@@ -67,8 +66,6 @@ class LevelTasks:
     """Bytes that were written for the last stored step, as in ``StepStored``."""
     written_s: float = 0.0
     """Seconds that the write took."""
-    name_refusals: tuple[NameRefusal, ...] = ()
-    """Names that the level refuses. They are not retried."""
     _moved_at: float = 0.0
     _is_cancelled: bool = False
     _retry_at: float = 0.0
@@ -158,16 +155,9 @@ class LevelTasks:
             self.level.become_stored(task.key)
             self.written_bytes = event.written_bytes
             self.written_s = event.seconds
-        elif isinstance(event, NamesSet) and isinstance(task, SetNames):
-            self._note_names(task, event)
-
-    def _note_names(self, task: SetNames, event: NamesSet) -> None:
-        self.name_refusals = (*self.name_refusals, *event.refused)
-        refused = {refusal.name for refusal in event.refused}
-        for named in task.added:
-            if named.name not in refused:
-                self.level.names.add(named)
-        self.level.names.difference_update(task.released)
+        elif isinstance(task, SetNames):
+            self.level.names.update(task.added)
+            self.level.names.difference_update(task.released)
 
     def _fail(self, task: Task, text: str, now: float) -> None:
         """Handle a failed task. Its partial files are deleted once the level works again."""
@@ -253,7 +243,7 @@ class LevelTasks:
         level = self.level
         added = []
         for named in sorted(names - level.names):
-            if named.name not in released and self.may_give(named):
+            if named.name not in released and named.key in level.stored:
                 added.append(named)
         taken_away = []
         for named in sorted(level.names):
@@ -262,11 +252,6 @@ class LevelTasks:
         if not added and not taken_away:
             return None
         return tuple(added), tuple(taken_away)
-
-    def may_give(self, named: NamedStep) -> bool:
-        """Return True if the level has the step, and did not refuse the name."""
-        is_refused = any(refusal.name == named.name for refusal in self.name_refusals)
-        return named.key in self.level.stored and not is_refused
 
     def _keys_to_delete(self) -> tuple[StepKey, ...]:
         hanging = self._keys_of_hanging_threads()

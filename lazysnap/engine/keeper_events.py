@@ -83,8 +83,7 @@ class KeeperEvents:
 
     def _is_answered(self, name: str, step: int, state: KeeperState) -> bool:
         key = StepKey(self._start, step)
-        is_refused = any(refusal.name == name and refusal.url == self._urls[0] for refusal in state.name_refusals)
-        return is_refused or NamedStep(name, key) in state.names or key in state.lost
+        return NamedStep(name, key) in state.names or key in state.lost
 
     # ---------------------------------------------------------------- comparing
 
@@ -109,7 +108,7 @@ class KeeperEvents:
                     level_before = before.levels[index]
                 self._compare_level(index, level_before, level)
             self._compare_protected(before.protected, state.protected)
-            self._compare_names(before, state)
+            self._compare_names(state)
             self._compare_alerts(before.alerts, state.alerts)
         for alert in state.alerts:
             if alert.about in _ALERTS:
@@ -120,7 +119,7 @@ class KeeperEvents:
         """Return the base for the next keeper's state: that keeper counts from zero, and has no alerts."""
         for event in _ALERTS.values():
             self._messages.forget(event)
-        return KeeperState(protected=state.protected, name_refusals=state.name_refusals)
+        return KeeperState(protected=state.protected)
 
     def _compare_connection(self, pid: int | None, *, is_silent: bool) -> None:
         if self._pid is not None and pid != self._pid:
@@ -197,10 +196,7 @@ class KeeperEvents:
             self._statistics.protected += 1
         self._statistics.last_protected_step = now.step
 
-    def _compare_names(self, before: KeeperState, now: KeeperState) -> None:
-        for refusal in now.name_refusals:
-            if refusal not in before.name_refusals:
-                self._messages.tell(MessageKind.NAME_FAILS, name=refusal.name, text=f"{refusal.url}: {refusal.text}")
+    def _compare_names(self, now: KeeperState) -> None:
         for name, step in list(self._wanted_names.items()):
             if not self._is_answered(name, step, now):
                 continue

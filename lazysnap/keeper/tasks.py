@@ -24,7 +24,6 @@ from lazysnap.core.actions import (
     Failed,
     ListLevel,
     Missed,
-    NamesSet,
     ProbeLevel,
     SetNames,
     StepStored,
@@ -141,8 +140,7 @@ def _do_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskContr
         case DeleteFiles():
             files.delete(files.open(control.beat), task.keys)
         case SetNames():
-            storage = files.open(control.beat)
-            return NamesSet(task.number, files.set_names(storage, task.added, task.released))
+            files.set_names(files.open(control.beat), task.added, task.released)
         case ProbeLevel():
             files.probe(control.beat)
     return TaskEnded(task.number)

@@ -121,13 +121,9 @@ def _open_protections(state: TrainerState, sent: TrainerState, answer: KeeperSta
 
 def _open_names(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
     """Return the names that the first level may still get."""
-    first_url = ""
-    if state.job is not None and state.job.levels:
-        first_url = state.job.levels[0].url
-    refused = {refusal.name for refusal in answer.name_refusals if refusal.url == first_url}
     open_names = []
     for named in state.names:
-        is_answered = named in answer.names or named.name in refused or named.key in answer.lost
+        is_answered = named in answer.names or named.key in answer.lost
         if named not in sent.names or not is_answered:
             open_names.append(named)
     return tuple(open_names)

@@ -24,7 +24,6 @@ from lazysnap.core.messages import (
     LevelSettings,
     MemoryWish,
     NamedStep,
-    NameRefusal,
     Order,
     RedundancySettings,
     Report,
@@ -316,18 +315,18 @@ class TestStarts:
 
 
 class TestNames:
-    def test_a_name_that_a_level_refuses_is_reported_and_not_tried_again(self):
+    def test_a_name_is_given_once_the_level_has_the_step(self):
         driver, step = driver_with_a_grant()
         named = NamedStep("mine", StepKey(START, step))
-        driver.report(structs.replace(STATE, names=(named,)))
+
+        done = driver.report(structs.replace(STATE, names=(named,)))
+        assert not of_kind(done, actions.SetNames)
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
         done = driver.step(actions.StepStored(driver.core.job.level_tasks[0].task.number))
         [task] = of_kind(done, actions.SetNames)
+        done = driver.step(actions.TaskEnded(task.number))
 
-        refusal = NameRefusal("level", "mine", "a file of somebody else")
-        done = driver.step(actions.NamesSet(task.number, (refusal,)))
-
-        assert driver.sent(done).name_refusals == (refusal,)
+        assert driver.sent(done).names == (named,)
         assert not of_kind(done, actions.SetNames)
 
     def test_a_name_is_not_given_before_the_fastest_level_that_has_the_step_gave_it(self):
@@ -339,12 +338,12 @@ class TestNames:
         driver.see(THREE_EMPTY)
         done = driver.step(Listed(listing[1].number, (key,)))
         [slower] = of_kind(done, actions.SetNames)
-        driver.step(actions.NamesSet(slower.number))
+        driver.step(actions.TaskEnded(slower.number))
         assert driver.core.common_state().names == ()
 
         done = driver.step(Listed(listing[0].number, (key,)))
         [faster] = of_kind(done, actions.SetNames)
-        done = driver.step(actions.NamesSet(faster.number))
+        done = driver.step(actions.TaskEnded(faster.number))
 
         assert driver.sent(done).names == (named,)
 

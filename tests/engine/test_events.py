@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from lazysnap import PersistentLevel, SnapshotConfig
-from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, NameRefusal, StepKey
+from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NamedStep, StepKey
 from lazysnap.engine.keeper_events import KeeperEvents
 from lazysnap.engine.messages import MessageKind, Messages
 from lazysnap.engine.statistics import Statistics
@@ -97,12 +97,12 @@ def test_of_what_all_ranks_of_a_node_hear_alike_one_warns(caplog):
     for follower in ranks:
         follower.fails(1, "full")
         alerts = (KeeperAlert("links", "no link"), KeeperAlert("protection", "alone"))
-        follower.says(alerts=alerts, name_refusals=(NameRefusal("/disk", "x", "-"),))
+        follower.says(alerts=alerts)
         follower.says(alerts=())
         follower.completes(2)
 
-    assert len(said(caplog)) == 7
-    assert len([record for record in caplog.records if record.levelname == "INFO"]) == 14
+    assert len(said(caplog)) == 6
+    assert len([record for record in caplog.records if record.levelname == "INFO"]) == 12
     assert all(follower.statistics.level_failures == {"/disk": 1} for follower in ranks)
 
 
@@ -283,7 +283,6 @@ def test_names_are_settled_once_the_first_level_has_them_or_never_will():
     )
     assert follower.events.are_names_answered(KeeperState(names=(NamedStep("good", key),)))
     assert follower.events.are_names_answered(KeeperState(lost=(key,)))
-    assert follower.events.are_names_answered(KeeperState(name_refusals=(NameRefusal("/disk", "good", "-"),)))
     assert follower.events.are_names_answered(KeeperState(levels=(LevelState(is_failing=True),)))
 
 

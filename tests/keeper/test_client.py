@@ -24,7 +24,6 @@ from lazysnap.core.messages import (
     LevelState,
     MemoryWish,
     NamedStep,
-    NameRefusal,
     StepKey,
 )
 from lazysnap.errors import JobBusy, KeeperError
@@ -533,9 +532,9 @@ def test_names_are_given_moved_and_taken_away(client, begun):
     best = NamedStep("best", StepKey(START, 2))
     bad = NamedStep("bad", StepKey(START, 2))
     begun.state(lambda state: state.names == (best, bad))
-    begun.send(names=(best,), name_refusals=(NameRefusal("/b", "bad", "why not"),))
+    begun.send(names=(best,))
     begun.state(lambda state: state.names == (bad,))
-    begun.send(names=(best,), name_refusals=(NameRefusal("/a", "bad", "why not"),))
+    begun.send(names=(best,), lost=(bad.key,))
     begun.state(lambda state: not state.names)
 
     client.release("best")

@@ -50,12 +50,10 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestNames::test_a_name_is_not_given_before_the_fastest_level_that_has_the_step_gave_it": [
         ("core/job.py", "JobCore.given_names", "not any((self._is_to_name(faster, named) for faster in range(index)))"),
         ("core/job.py", "JobCore._is_to_name", "level.progress is GrantProgress.LISTING"),
-        ("core/job.py", "JobCore._is_to_name", "self.level_tasks[index].may_give(named)"),
+        ("core/job.py", "JobCore._is_to_name", "named.key in level.stored"),
     ],
-    "core/test_core.py::TestNames::test_a_name_that_a_level_refuses_is_reported_and_not_tried_again": [
-        ("core/tasks.py", "LevelTasks._names_to_set", "self.may_give(named)"),
-        ("core/tasks.py", "LevelTasks.may_give", "named.key in self.level.stored"),
-        ("core/tasks.py", "LevelTasks.may_give", "not is_refused"),
+    "core/test_core.py::TestNames::test_a_name_is_given_once_the_level_has_the_step": [
+        ("core/tasks.py", "LevelTasks._names_to_set", "named.key in level.stored"),
     ],
     "core/test_core.py::TestOtherNodes::test_a_report_on_an_earlier_grant_of_the_same_step_does_not_count": [
         ("core/coordinator.py", "Coordinator._count_grant", "report.version != level.version"),

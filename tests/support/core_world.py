@@ -177,7 +177,7 @@ class SimTask:
             names = self.world.names[task.level]
             names.update(task.added)
             names.difference_update(task.released)
-            self._end(actions.NamesSet(task.number))
+            self._end(actions.TaskEnded(task.number))
         elif isinstance(task, actions.WriteLevel):
             self.disk.leftovers.add(task.key)
             self._await_source()
