@@ -9,7 +9,7 @@ from lazysnap.core.node import whole_on_all
 from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.node_state import node_state
-from lazysnap.keeper.other_nodes import OtherNodes
+from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.questions import Answer, HeldParity, KeptMemory, Question
 from lazysnap.keeper.slot_table import SlotTable
 
@@ -20,12 +20,12 @@ class Answers:
     """Answers questions, immediately or when the answer is known. Used on the loop's thread."""
 
     def __init__(
-        self, core: Core, slots: SlotTable, connections: TrainerConnections, others: OtherNodes, log: EventLog
+        self, core: Core, slots: SlotTable, connections: TrainerConnections, parity: ParityStore, log: EventLog
     ) -> None:
         self._core = core
         self._slots = slots
         self._connections = connections
-        self._others = others
+        self._parity = parity
         self._log = log
         self._stops: list[tuple[TrainerConnection, Question]] = []
         """Questions whether the keeper can end, until they are answered."""
@@ -39,7 +39,7 @@ class Answers:
         rank = question.local_rank
         parity: list[HeldParity] = []
         if rank == 0:
-            parity = self._others.held_parity()
+            parity = self._parity.inventory()
         memory = KeptMemory(
             slots=self._slots.facts(rank),
             end=self._log.ends.get(rank),
@@ -57,7 +57,7 @@ class Answers:
 
     def answer_status(self, connection: TrainerConnection, question: Question) -> None:
         """Send the state of the node."""
-        state = node_state(self._core, self._slots.by_rank, self._others.parity_bytes, self._log)
+        state = node_state(self._core, self._slots.by_rank, self._parity.size_bytes, self._log)
         self._connections.answer(connection, Answer(number=question.number, status=state))
 
     # The end

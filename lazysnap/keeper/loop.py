@@ -56,7 +56,8 @@ from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.level_threads import LevelThreads
 from lazysnap.keeper.memory_work import MemoryWork
-from lazysnap.keeper.other_nodes import OtherNodes
+from lazysnap.keeper.parity import ParityStore
+from lazysnap.keeper.peer_sources import KeeperSources
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
 from lazysnap.keeper.slot_table import SlotTable
@@ -66,6 +67,7 @@ from lazysnap.keeper.wire import Frame
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.slots import KeeperSlot
 from lazysnap.memory.words import NodePage
+from lazysnap.peers.server import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +111,13 @@ class Keeper:
         )
         self._handed_over: list[int] = []
         """Descriptors of the current message, until ``AdoptSlots`` takes them."""
-        self._others = OtherNodes(self._loop, self._handle, self._slots, self._num_ranks)
-        self._levels = LevelThreads(self._post, self._task_returned, self._others.parity_task)
+        self._parity = ParityStore()
+        self._sources = KeeperSources(self._slots.snapshot, self._num_ranks, self._parity)
+        self._peers = Peers(self._loop, self._handle, self._sources)
+        self._levels = LevelThreads(self._post, self._task_returned, self._parity)
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
-        self._answers = Answers(self._core, self._slots, self._connections, self._others, self._events)
+        self._answers = Answers(self._core, self._slots, self._connections, self._parity, self._events)
 
     def run(self, listener: socket.socket, trainer: socket.socket | None = None) -> int:
         """Serve the job until it is over.
@@ -143,7 +147,7 @@ class Keeper:
             # Before the trainers see the end, after which a launcher may kill the rest of the job.
             self._events.close()
         self._connections.close_all()
-        self._others.close()
+        self._peers.close()
         return self._exit_status
 
     def _refresh_lock(self) -> None:
@@ -244,26 +248,26 @@ class Keeper:
                 self._memory.make_slot(action)
             case FreeSlot():
                 self._slots.free(action.rank, action.slot_id)
-                self._others.slot_freed()
+                self._sources.clear()
                 self._must_observe = True
             case FreeParity():
-                self._others.free_parity()
+                self._parity.clear()
             case VoidSlot() | Hold() | Release():
                 self._set_word(action)
             case SetAwaitedStep():
                 self._set_awaited_step(action.step)
             case BeginJob():
                 self._levels.begin(action.settings)
-                self._others.begin_job(action.settings)
                 self._events.job_began(action.settings)
             case SetPeers():
-                self._others.set_peers(action.peers)
+                self._levels.set_peers(action.peers)
+                self._peers.begin(action.peers)
             case Task():
                 self._levels.start(action, self._slots.by_rank)
             case CancelTask():
                 self._levels.cancel(action.level, action.number)
             case Send():
-                self._others.send(action.node, action.message)
+                self._peers.send(action.node, action.message)
             case Finish():
                 self._finish()
 

@@ -171,7 +171,8 @@ class ParityContext:
     """The data of a start for the tasks of redundancy. ``settings.redundancy`` is set."""
 
     settings: JobSettings
-    peers: PeerSettings
+    peers: PeerSettings | None
+    """The other nodes; None if they are not known yet."""
     store: ParityStore
     pace: RateLimiter
     """Limit for the bytes read from other nodes. See ``RedundancySettings.max_bytes_per_s``."""
@@ -270,10 +271,13 @@ class GroupReader:
             self._readers[position] = self._reader(redundancy.members[position])
 
     def _reader(self, node: int) -> PeerReader:
-        address = self._context.peers.addresses[node]
+        peers = self._context.peers
+        if peers is None:
+            raise KeeperError("the other nodes of this start are not known yet")
+        address = peers.addresses[node]
         if not address.port:
             raise KeeperError(f"node {node} has no address at which others reach its keeper")
-        return PeerReader(self._context.peers.secret, (address.host, address.port), beat=self._control.beat)
+        return PeerReader(peers.secret, (address.host, address.port), beat=self._control.beat)
 
     def connect(self) -> None:
         """Connect to all nodes of the group. Blocks. Raises: LazySnapError, naming a node that cannot be reached."""
