@@ -319,7 +319,6 @@ class CancelTask:
     After ``TaskEnded`` its thread has returned. A step that it stored anyway counts.
     """
 
-    level: int
     number: int
 
 

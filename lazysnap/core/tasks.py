@@ -113,7 +113,7 @@ class LevelTasks:
     def _abandon(self, task: Task) -> CancelTask:
         self.task = None
         self.abandoned[task.number] = task
-        return CancelTask(self.index, task.number)
+        return CancelTask(task.number)
 
     def moved(self, event: TaskMoved, now: float) -> None:
         """Handle the progress of a task."""
@@ -270,7 +270,7 @@ class LevelTasks:
             return [self._abandon(task)]
         if isinstance(task, WriteLevel) and not self._is_cancelled and not self._is_wanted(task, ranks):
             self._is_cancelled = True
-            return [CancelTask(self.index, task.number)]
+            return [CancelTask(task.number)]
         return []
 
     def _is_wanted(self, task: WriteLevel, ranks: Sequence[RankView]) -> bool:

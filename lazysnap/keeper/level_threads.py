@@ -47,7 +47,7 @@ class LevelThreads:
         self._parity_context: ParityContext | None = None
         """The data for tasks of redundancy; None: it is made with the next task."""
         self._running: dict[int, TaskControl] = {}
-        """The newest task of each level that has not returned."""
+        """Tasks whose threads have not returned, by number, also abandoned ones."""
 
     @property
     def is_busy(self) -> bool:
@@ -58,7 +58,6 @@ class LevelThreads:
         """Use these settings from now on. Tasks of earlier settings were cancelled."""
         self._settings = settings
         self._parity_context = None
-        self._running = {}
         self._files = []
         for index in range(len(settings.levels)):
             self._files.append(LevelFiles(settings, index, tuple(self._files)))
@@ -78,7 +77,7 @@ class LevelThreads:
         else:
             control = TaskControl(task, self._post)
             work = functools.partial(run_parity_task, task, self._context_of_parity(), slots_of_task, control)
-        self._running[task.level] = control
+        self._running[task.number] = control
         thread = threading.Thread(target=self._run, args=(work, control), name=f"level-{task.level}", daemon=True)
         try:
             thread.start()
@@ -95,13 +94,12 @@ class LevelThreads:
 
     def forget(self, control: TaskControl) -> None:
         """Record that a task ended."""
-        if self._running.get(control.task.level) is control:
-            del self._running[control.task.level]
+        del self._running[control.task.number]
 
-    def cancel(self, level: int, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Cancel a task: it commits nothing more."""
-        control = self._running.get(level)
-        if control is not None and control.task.number == number:
+        control = self._running.get(number)
+        if control is not None:  # otherwise it ended meanwhile
             control.is_cancelled = True
 
     def _run(self, work: Callable[[], TaskEnded], control: TaskControl) -> None:

@@ -265,7 +265,7 @@ class Keeper:
             case Task():
                 self._levels.start(action, self._slots.by_rank)
             case CancelTask():
-                self._levels.cancel(action.level, action.number)
+                self._levels.cancel(action.number)
             case Send():
                 self._peers.send(action.node, action.message)
             case Finish():

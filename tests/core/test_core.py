@@ -261,7 +261,7 @@ class TestStarts:
 
         done = driver.report(structs.replace(STATE, start=START + 1, job=other), pid=200, connection=2)
 
-        assert actions.CancelTask(0, before.number) in done
+        assert actions.CancelTask(before.number) in done
         assert actions.BeginJob(other) in done
         [after] = of_kind(done, ListLevel)
         assert after.number > before.number
@@ -749,7 +749,7 @@ class TestWhatIsStoredFirst:
         named = NamedStep("mine", StepKey(START, step + 1))
         done = driver.report(structs.replace(STATE, names=(named,)))
 
-        assert actions.CancelTask(0, write.number) in done
+        assert actions.CancelTask(write.number) in done
         assert Hold(0, 1, sequence=step + 2, num_kept=1) in done
 
     def test_the_end_of_a_cancelled_write_does_not_give_up_the_next_grant_of_its_step(self):
@@ -759,7 +759,7 @@ class TestWhatIsStoredFirst:
         driver.see((slot(0, step, is_whole=False, is_held=True), older, empty(2)))
         cancelled = driver.core.job.level_tasks[0].task
         state = structs.replace(STATE, names=(NamedStep("mine", StepKey(START, step - 1)),))
-        assert actions.CancelTask(0, cancelled.number) in driver.report(state)
+        assert actions.CancelTask(cancelled.number) in driver.report(state)
         driver.see((slot(0, step, is_held=True), older, empty(2)))
         driver.report(structs.replace(state, is_sealed=True))
 

@@ -329,9 +329,9 @@ class SimKeeper:
                 self.node.slots(action.rank)[action.slot_id].void(action.sequence)
                 self._must_look = True
             case actions.CancelTask():
-                self.tasks[action.level].is_cancelled = True
+                self.tasks[action.number].is_cancelled = True
             case actions.Task():
-                self.tasks[action.level] = SimTask(self, action)
+                self.tasks[action.number] = SimTask(self, action)
             case actions.MakeSlot():
                 world.after(0.01, self._add_slot, action.rank)
             case actions.SendToTrainer():
