@@ -32,9 +32,10 @@ from lazysnap.core.messages import (
     Order,
     Report,
     StepKey,
+    Wants,
 )
 from lazysnap.core.node import Node, NodeLevel, RankView, key_of, newest_begun, whole_on_all
-from lazysnap.core.ranks import Wants, num_spare_slots
+from lazysnap.core.ranks import num_spare_slots
 from lazysnap.core.tasks import LevelTasks
 
 HEARTBEAT_S = 1.0
@@ -253,8 +254,7 @@ class JobCore:
             self._rescued = self._newest_of_start(ranks)
         if self._rescued is None:
             return wants
-        required = tuple(sorted({*wants.required, self._rescued}))
-        return structs.replace(wants, required=required)
+        return structs.replace(wants, required=wants.required | {self._rescued})
 
     def _newest_of_start(self, ranks: Sequence[RankView]) -> StepKey | None:
         """Return the newest capture of the current start that is whole on all ranks of the node."""
@@ -275,10 +275,7 @@ class JobCore:
             job=self.digest,
             coordinator=self.node.order.coordinator,
             levels=tuple(level.report() for level in self.node.levels),
-            required=wants.required,
-            names=wants.names,
-            protect=wants.protect,
-            is_preempted=wants.is_preempted,
+            wants=wants,
             captures_left=captures_left,
             knows_drained=self.node.order.is_drained,
         )

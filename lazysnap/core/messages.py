@@ -300,6 +300,41 @@ class GrantProgress(enum.Enum):
     FAILED = "failed"
 
 
+class Wants(Struct, frozen=True):
+    """The wants of trainers at one time: of one, of all of a node, or of all nodes."""
+
+    required: frozenset[StepKey] = frozenset()
+    """Steps that every level must store."""
+    protect: frozenset[StepKey] = frozenset()
+    """Steps that other nodes must protect."""
+    names: frozenset[NamedStep] = frozenset()
+    """Names to give, or given already: a name that is sent only until it is answered would be requested again. Their
+    steps are required at the first level.
+    """
+    released: frozenset[str] = frozenset()
+    """Names to remove."""
+    is_preempted: bool = False
+    """True if some rank is preempted."""
+    is_restoring: bool = False
+    """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
+
+    @property
+    def named_keys(self) -> set[StepKey]:
+        """Return the steps that have or will get a name."""
+        return {named.key for named in self.names}
+
+    def union(self, other: "Wants") -> "Wants":
+        """Return these wants and the other ones."""
+        return Wants(
+            required=self.required | other.required,
+            protect=self.protect | other.protect,
+            names=self.names | other.names,
+            released=self.released | other.released,
+            is_preempted=self.is_preempted or other.is_preempted,
+            is_restoring=self.is_restoring or other.is_restoring,
+        )
+
+
 class LevelReport(Struct, frozen=True, array_like=True):
     """A node's state of one level."""
 
@@ -328,15 +363,8 @@ class Report(Struct, frozen=True, tag="report"):
     report.
     """
     levels: tuple[LevelReport, ...]
-    required: tuple[StepKey, ...] = ()
-    names: tuple[NamedStep, ...] = ()
-    """Names that trainers want, given or not. A name that is sent only until it is answered would be requested
-    again.
-    """
-    protect: tuple[StepKey, ...] = ()
-    """Steps that trainers want protected by other nodes."""
-    is_preempted: bool = False
-    """True if some rank of the node is preempted."""
+    wants: Wants = Wants()
+    """The wants of the trainers of the node."""
     captures_left: tuple[StepKey, ...] | None = None
     """Captures that all ranks of the node hold whole, once captures have stopped on the node; else None."""
     knows_drained: bool = False

@@ -4,7 +4,7 @@
 decides which slots are held for it, and reports to the coordinator. ``messages.GrantProgress`` has the states.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct, structs
@@ -365,7 +365,7 @@ class Node:
         for level in self.levels:
             level.forget_orders()
 
-    def unanswered(self, required: Sequence[StepKey], names: Sequence[NamedStep]) -> list[StepKey]:
+    def unanswered(self, required: Collection[StepKey], names: Collection[NamedStep]) -> list[StepKey]:
         """Return the steps that are required.
 
         Args:
