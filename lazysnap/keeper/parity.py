@@ -42,8 +42,7 @@ from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.parity.codes import Code, multiply_add
-from lazysnap.parity.groups import Group
-from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
+from lazysnap.parity.groups import CHECKSUM_BYTES, Group, Pieces
 from lazysnap.peers.messages import PartOf, PeerRefused
 from lazysnap.peers.reader import PeerReader
 
@@ -62,7 +61,7 @@ class ParitySet:
 
     description: HeldParity
     files: dict[int, memoryview]
-    """Stripes by number; see ``parity.pieces``."""
+    """Stripes by number; see ``parity.groups``."""
     identity: int = field(default_factory=partial(secrets.randbits, 63))
     """A random number that identifies this computation of the parity."""
 
