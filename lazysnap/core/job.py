@@ -223,7 +223,7 @@ class JobCore:
         self.node.is_restoring = wants.is_restoring
         wants = self._with_newest(wants, ranks)
         for _ in range(MAX_ROUNDS):
-            unanswered = self.node.unanswered(wants.required, wants.names)
+            unanswered = self.node.unanswered(wants)
             self.node.give_up_missed(ranks, unanswered)
             for index, level in enumerate(self.level_tasks):
                 self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
@@ -231,7 +231,7 @@ class JobCore:
             if order is None:
                 break
             self.node.obey(order)
-        unanswered = self.node.unanswered(wants.required, wants.names)
+        unanswered = self.node.unanswered(wants)
         # After all rounds: a slot that one round releases and a later one reads would be read without a hold.
         self._hold_slots(ranks, unanswered)
         awaited_step = self._first_awaited(unanswered, ranks)
@@ -250,7 +250,7 @@ class JobCore:
         if not (wants.is_preempted or self.node.order.is_preempted):
             self._rescued = None
             return wants
-        if self._rescued is None or not self.node.unanswered([self._rescued], ()):
+        if self._rescued is None or not self.node.unanswered(Wants(required=frozenset({self._rescued}))):
             self._rescued = self._newest_of_start(ranks)
         if self._rescued is None:
             return wants

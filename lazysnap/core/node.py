@@ -4,7 +4,7 @@
 decides which slots are held for it, and reports to the coordinator. ``messages.GrantProgress`` has the states.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import Struct, structs
@@ -18,6 +18,7 @@ from lazysnap.core.messages import (
     NamedStep,
     Order,
     StepKey,
+    Wants,
 )
 from lazysnap.core.retention import Retention
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
@@ -365,24 +366,23 @@ class Node:
         for level in self.levels:
             level.forget_orders()
 
-    def unanswered(self, required: Collection[StepKey], names: Collection[NamedStep]) -> list[StepKey]:
-        """Return the steps that are required.
-
-        Args:
-            required: steps that every storage level must store.
-            names: names for the first level. Once it has the step, node 0 gives the name.
-        """
-        if not self.storage:
-            return []
+    def unanswered(self, wants: Wants) -> list[StepKey]:
+        """Return the required steps that some storage level may still store, in ascending order."""
         keys = set()
-        for key in required:
-            if not all(level.is_done_with(key) for level in self.storage):
-                keys.add(key)
-        first = self.levels[0]
-        for named in names:
-            if not first.is_done_with(named.key):
-                keys.add(named.key)
-        return sorted(keys.difference(self.order.lost))
+        for index in range(len(self.storage)):
+            keys |= self.unanswered_at(index, wants)
+        return sorted(keys)
+
+    def unanswered_at(self, index: int, wants: Wants) -> set[StepKey]:
+        """Return the required steps that a storage level may still store.
+
+        Those with a name are required at the first level. Once it has the step, node 0 gives the name.
+        """
+        required = set(wants.required)
+        if index == 0:
+            required |= wants.named_keys
+        level = self.storage[index]
+        return {key for key in required.difference(self.order.lost) if not level.is_done_with(key)}
 
     def keys_to_hold(self, required: Sequence[StepKey], num_spare: int) -> set[StepKey]:
         """Return the captures that must not be overwritten.

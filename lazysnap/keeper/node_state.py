@@ -187,13 +187,5 @@ def _total_bytes(job: JobCore, index: int, slots: NodeSlots) -> int:
 
 def _num_waiting(core: Core, job: JobCore, index: int) -> int:
     """Return the number of required steps that a level neither has nor is storing."""
-    wants = core.ranks.wants
-    keys = set(wants.required)
-    if index == 0:
-        keys.update(named.key for named in wants.names)
-    level = job.node.levels[index]
-    keys -= {*level.order.complete, *level.order.given_up, *job.node.order.lost}
-    writing = job.level_tasks[index].writing
-    if writing is not None:
-        keys.discard(writing)
-    return len(keys)
+    keys = job.node.unanswered_at(index, core.ranks.wants)
+    return len(keys - {job.level_tasks[index].writing})

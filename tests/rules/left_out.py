@@ -111,7 +111,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         (
             "core/job.py",
             "JobCore._with_newest",
-            "self._rescued is None or not self.node.unanswered([self._rescued], ())",
+            "self._rescued is None or not self.node.unanswered(Wants(required=frozenset({self._rescued})))",
         ),
     ],
     "core/test_core.py::TestTheEnd::test_a_required_step_that_only_a_faster_level_has_is_copied_before_the_end": [
