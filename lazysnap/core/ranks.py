@@ -67,13 +67,6 @@ class Rank:
         return self.presence in (Presence.ATTACHED, Presence.AWAY)
 
     @property
-    def start(self) -> int:
-        """Id of the start of its last trainer; 0 without one, or while it restores."""
-        if self.state is None:
-            return 0
-        return self.state.start
-
-    @property
     def wants(self) -> Wants:
         """Return the wants of its last trainer, which may be dead."""
         state = self.state
