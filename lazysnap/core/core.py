@@ -69,8 +69,8 @@ class Core:
         self._peers: PeerSettings | None = None
         self._serves_at: PeerAddress | None = None
         self._troubles: list[str] = []
-        self._decide_at: float | None = min(self.lifecycle.deadlines())
-        """Time at which a decision is necessary without an event."""
+        self.wake_at: float | None = min(self.lifecycle.deadlines())
+        """Time at which ``PlainEvent.TIME_PASSED`` is needed; None if only other events matter."""
         self._actions: list[Action] = []
 
     @property
@@ -95,19 +95,8 @@ class Core:
             self._decide()
             self._update_trainers()
             self._advance_life()
-            self._decide_at = min(self._deadlines(), default=None)
-        if self.job is not None:
-            self._actions += self.job.repeat_state(now)
+            self.wake_at = min(self._deadlines(), default=None)
         return self._actions
-
-    def wake_at(self) -> float | None:
-        """Return the time at which ``PlainEvent.TIME_PASSED`` is needed; None if only other events matter."""
-        times = []
-        if self._decide_at is not None:
-            times.append(self._decide_at)
-        if self.job is not None and self.job.repeat_at is not None:
-            times.append(self.job.repeat_at)
-        return min(times, default=None)
 
     def _deadlines(self) -> list[float]:
         """Return the times at which a decision is necessary without an event."""
@@ -150,7 +139,6 @@ class Core:
             case PlainEvent.PEER_UP:
                 if self.job is not None:
                     self.job.peer_up(self.now)
-                return False
             case Report() | Order():
                 return self.job is not None and self.job.receive(event, self.now)
             case PlainEvent.PEERS_LISTENING:
@@ -161,7 +149,7 @@ class Core:
             case PlainEvent.TERMINATED:
                 self.lifecycle.is_terminated = True
             case PlainEvent.TIME_PASSED:
-                return self._decide_at is not None and self.now >= self._decide_at
+                return self.wake_at is not None and self.now >= self.wake_at
         return True
 
     def _shows_nothing_new(self, event: SlotsSeen) -> bool:

@@ -160,6 +160,8 @@ class JobCore:
             times.append(self._protected_at + UNPROTECTED_S)
         if self._may_become_alone(is_draining=is_draining):
             times.append(self._received_at + SILENCE_S)
+        if self._has_peers:
+            times.append(self._repeat_at)
         for level in self.level_tasks:
             times += level.deadlines()
         if self.coordinator is not None:
@@ -179,12 +181,17 @@ class JobCore:
         )
 
     @property
+    def _has_peers(self) -> bool:
+        """True if this node exchanges its state with others."""
+        return self.settings.num_nodes > 1 and not self._is_alone
+
+    @property
     def _is_alone(self) -> bool:
         return self.coordinator is not None and self.coordinator.is_alone
 
     def _may_become_alone(self, *, is_draining: bool) -> bool:
         """Return True if a node would store alone after a longer silence."""
-        return self.settings.num_nodes > 1 and is_draining and not self._is_alone
+        return self._has_peers and is_draining
 
     def choose_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
         """Choose between the coordinator of all nodes and one of this node alone.
@@ -231,6 +238,8 @@ class JobCore:
             if order is None:
                 break
             self.node.obey(order)
+        if self._has_peers and now >= self._repeat_at:
+            self._actions += self._send_state(now)
         unanswered = self.node.unanswered(wants)
         # After all rounds: a slot that one round releases and a later one reads would be read without a hold.
         self._hold_slots(ranks, unanswered)
@@ -292,19 +301,6 @@ class JobCore:
         if order is not None and not self.coordinator.is_alone:
             self._actions += self._send_state(now)
         return order
-
-    @property
-    def repeat_at(self) -> float | None:
-        """Return the time of the next ``repeat_state``; None without peers."""
-        if self.settings.num_nodes == 1 or self._is_alone:
-            return None
-        return self._repeat_at
-
-    def repeat_state(self, now: float) -> list[Action]:
-        """Send the state again, if nothing was sent for a while."""
-        if self.repeat_at is None or now < self._repeat_at:
-            return []
-        return self._send_state(now)
 
     def _send_state(self, now: float) -> list[Action]:
         """Send the state of this node to the coordinator, or the order of the coordinator to the nodes."""

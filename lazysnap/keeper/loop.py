@@ -206,7 +206,7 @@ class Keeper:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wake_at = self._core.wake_at()
+        wake_at = self._core.wake_at
         if wake_at is not None and not self._is_ending:
             self._timer = self._loop.call_at(wake_at, self._handle, PlainEvent.TIME_PASSED)
 

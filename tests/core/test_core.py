@@ -203,7 +203,7 @@ class TestMemory:
         assert not of_kind(driver.pass_time(MEMORY_RETRY_S / 2), actions.MakeSlot)
         assert of_kind(driver.pass_time(MEMORY_RETRY_S / 2), actions.MakeSlot)
         # Until the answer comes there is nothing to wake for: a time in the past would keep the loop busy.
-        assert driver.core.wake_at() is None or driver.core.wake_at() > driver.now
+        assert driver.core.wake_at is None or driver.core.wake_at > driver.now
 
     def test_slots_that_are_about_to_be_returned_are_waited_for_without_a_word(self):
         driver = Driver()
@@ -351,7 +351,7 @@ class TestNames:
 class TestTheEnd:
     def test_a_keeper_that_nobody_comes_to_ends(self):
         driver = Driver()
-        assert driver.core.wake_at() == START_GRACE_S
+        assert driver.core.wake_at == START_GRACE_S
         assert actions.Finish() in driver.pass_time(START_GRACE_S)
 
     def test_a_trainer_that_comes_only_to_say_that_training_is_over_ends_the_keeper(self):

@@ -193,7 +193,6 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore.deadlines", "self._protected_at + UNPROTECTED_S > now"),
         ("core/job.py", "JobCore._is_alone", "self.coordinator.is_alone"),
         ("core/job.py", "JobCore._exchange", "report != self._sent_report"),
-        ("core/job.py", "JobCore.repeat_state", "now < self._repeat_at"),
         ("core/tasks.py", "LevelTasks.deadlines", "not self.level.is_ready"),
         ("core/tasks.py", "LevelTasks.ended", "self.task.number != event.number"),
         ("core/tasks.py", "LevelTasks._next_task", "self.level.progress is GrantProgress.LISTING"),

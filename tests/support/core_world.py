@@ -359,7 +359,7 @@ class SimKeeper:
         self.handle(actions.SlotMade(rank))
 
     def _set_timer(self) -> None:
-        wake_at = self.core.wake_at()
+        wake_at = self.core.wake_at
         if wake_at is not None and wake_at != self._timer_at:
             self.world.at(wake_at, self._time_passed, wake_at)
         self._timer_at = wake_at
