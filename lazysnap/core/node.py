@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct, structs
 
+from lazysnap.core.actions import Listed
 from lazysnap.core.messages import (
     MAX_STORED_REPORTED,
     GrantProgress,
@@ -214,27 +215,14 @@ class NodeLevel:
         else:
             self.progress = GrantProgress.WAITING
 
-    def become_listed(
-        self,
-        stored: Sequence[StepKey],
-        leftovers: Sequence[StepKey],
-        unusable: Sequence[StepKey],
-        names: Sequence[NamedStep],
-    ) -> None:
-        """Count the listed files, after which grants may begin.
-
-        Args:
-            stored: snapshots whose part of this node is stored.
-            leftovers: snapshots with files but without a commit.
-            unusable: snapshots with committed files that do not count.
-            names: given names.
-        """
-        self.stored.update(stored)
-        self.leftovers.update(leftovers)
+    def become_listed(self, listed: Listed) -> None:
+        """Count the listed files, after which grants may begin."""
+        self.stored.update(listed.stored)
+        self.leftovers.update(listed.leftovers)
         self.leftovers -= self.stored
-        self.unusable.update(unusable)
+        self.unusable.update(listed.unusable)
         self.unusable -= self.stored
-        self.names.update(names)
+        self.names.update(listed.names)
         self.is_ready = True
         self._follow_grant()
 

@@ -150,7 +150,7 @@ class LevelTasks:
         self.level.failure = ""
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
-            self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)
+            self.level.become_listed(event)
         elif isinstance(event, StepStored) and isinstance(task, WriteLevel):
             self.level.become_stored(task.key)
             self.written_bytes = event.written_bytes
