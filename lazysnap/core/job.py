@@ -482,7 +482,7 @@ def _unreached(node: int, silent: list[int], address: str) -> str:
 
 
 def _digest(settings: JobSettings) -> int:
-    """Return a hash of the settings on which all nodes of a job must agree: of all that a node has not of its own."""
+    """Return a hash of the settings that all nodes of a job share. Those that a node has of its own do not count."""
     levels = []
     for level in settings.levels:
         levels.append(structs.replace(level, url="", storage_options=None, max_bytes_per_s=None, timeout_s=0.0))
