@@ -314,7 +314,7 @@ class Node:
     """The last order."""
     is_restoring: bool = False
     """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
-    protected: StepKey | None = None
+    last_protected: StepKey | None = None
     """The capture whose slots and parity stay until a newer one is protected. A new keeper takes the oldest of those
     that the earlier keeper held: of two, the older one was protected. Its parity may be lost; trainers see
     ``JobCore.protected``.
@@ -336,7 +336,7 @@ class Node:
             if rank.slots:
                 self._has_inherited = True
         if self._has_inherited:
-            self.protected = min(held_keys, default=None)
+            self.last_protected = min(held_keys, default=None)
 
     def obey(self, order: Order) -> None:
         """Obey an order. Idempotent."""
@@ -346,7 +346,7 @@ class Node:
         redundancy = self.redundancy
         if redundancy is not None and redundancy.order.is_open and redundancy.order.complete:
             # If parity was lost with a keeper, nothing is complete. The remaining parity is the best one.
-            self.protected = max(redundancy.order.complete)
+            self.last_protected = max(redundancy.order.complete)
 
     def forget_orders(self) -> None:
         """Stop storing alone. Snapshots that were complete for this node are not complete for the job."""
@@ -380,8 +380,8 @@ class Node:
             num_spare: slots of a rank beyond the K + 1 that captures need, the maximum to hold in advance.
         """
         keys: set[StepKey] = set()
-        if self.protected is not None:
-            keys.add(self.protected)
+        if self.last_protected is not None:
+            keys.add(self.last_protected)
         for level in self.levels:
             if level.key_to_hold is not None:
                 keys.add(level.key_to_hold)
@@ -409,7 +409,7 @@ class Node:
             self.redundancy.has_slots = True
         else:
             self.redundancy.become_slotless()
-            self.protected = None
+            self.last_protected = None
 
     def give_up_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
         """Give up grants that this node can no longer follow, and those that a required step overtook.

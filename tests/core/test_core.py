@@ -676,7 +676,7 @@ class TestRequiredSteps:
         done = driver.report(TrainerState(local_rank=0, memory=MemoryWish(2, 0, 1)), pid=200, connection=2)
 
         assert not of_kind(done, actions.Release)
-        assert driver.core.job.node.protected == StepKey(START, 4)
+        assert driver.core.job.node.last_protected == StepKey(START, 4)
         assert driver.core.job.node.levels[0].stored == {StepKey(START, 4)}
 
 

@@ -69,7 +69,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._overtake_grants", "self._may_be_overtaken(index)"),
     ],
     "core/test_core.py::TestRequiredSteps::test_what_is_protected_stays_while_a_trainer_with_fewer_slots_restores": [
-        ("core/node.py", "Node.keys_to_hold", "self.protected is not None"),
+        ("core/node.py", "Node.keys_to_hold", "self.last_protected is not None"),
     ],
     "core/test_core.py::TestRequiredSteps::test_one_that_is_to_be_protected_takes_the_place_of_a_grant_ahead": [
         (
