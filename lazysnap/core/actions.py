@@ -13,7 +13,6 @@ from lazysnap.core.messages import (
     KeeperState,
     MemoryWish,
     NamedStep,
-    NameRefusal,
     Order,
     PeerSettings,
     Report,
@@ -73,11 +72,12 @@ class MemoryRefused:
 
 @dataclass(frozen=True)
 class TaskMoved:
-    """The task of a level moved some bytes, so it does not hang."""
+    """The task of a level makes progress, so it does not hang."""
 
-    level: int
     number: int
     """The number of the task."""
+    moved_bytes: int = 0
+    """Bytes that the task has moved so far."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,6 @@ class StepStored(TaskEnded):
     """Bytes of the file, without an existing base; 0 if it was committed already."""
     seconds: float = 0.0
     """Seconds from the beginning of the write to the end of the reading back."""
-
-
-@dataclass(frozen=True)
-class NamesSet(TaskEnded):
-    """Names were given and removed, except those that the level refuses."""
-
-    refused: tuple[NameRefusal, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,6 +207,11 @@ class FreeSlot:
 
 
 @dataclass(frozen=True)
+class FreeParity:
+    """Free all parity that the node holds: an earlier start made it, and the current one has no redundancy."""
+
+
+@dataclass(frozen=True)
 class VoidSlot:
     """Write VOID of a slot, then read the slots again: its trainer died during the capture."""
 
@@ -305,7 +303,7 @@ class DeleteFiles(Task):
 
 @dataclass(frozen=True)
 class SetNames(Task):
-    """Give and remove names. ``NamesSet`` or ``Failed`` follows."""
+    """Give and remove names. ``TaskEnded`` or ``Failed`` follows."""
 
     added: tuple[NamedStep, ...]
     released: tuple[NamedStep, ...]
@@ -319,7 +317,6 @@ class CancelTask:
     After ``TaskEnded`` its thread has returned. A step that it stored anyway counts.
     """
 
-    level: int
     number: int
 
 
@@ -342,6 +339,7 @@ Action = (
     | CloseConnection
     | MakeSlot
     | FreeSlot
+    | FreeParity
     | VoidSlot
     | BeginJob
     | SetPeers

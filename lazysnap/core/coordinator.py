@@ -18,11 +18,11 @@ another granted one is granted in addition, unless storage missed a step before:
 so storage would miss the next one, too. A required step replaces one that is not required.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from lazysnap.core.level_grants import MAX_REMEMBERED, LevelGrants
-from lazysnap.core.messages import MAX_IN_MESSAGE, GrantProgress, Order, Report, StepKey
+from lazysnap.core.messages import MAX_IN_MESSAGE, GrantProgress, Order, Report, StepKey, Wants
 from lazysnap.core.node import RankView, is_in_memory, is_missed, newest_begun
 
 _UNDER_WAY = (GrantProgress.WAITING, GrantProgress.WRITING, GrantProgress.STORED)
@@ -50,12 +50,8 @@ class Coordinator:
     """True for a node that reaches no coordinator: it stores everything that it has, and deletes nothing."""
     reports: dict[int, Report] = field(default_factory=dict)
     """The newest report of each node that answers this coordinator. ``receive`` derives the fields below from them."""
-    required: set[StepKey] = field(default_factory=set)
-    """Steps that every level must store."""
-    to_name: set[StepKey] = field(default_factory=set)
-    """Steps that have or will get a name. They are required at the first level."""
-    to_protect: set[StepKey] = field(default_factory=set)
-    """Steps that redundancy must protect."""
+    wants: Wants = field(default_factory=Wants)
+    """The wants of all nodes."""
     captures_left: set[StepKey] | None = None
     """Captures that all nodes have, after training has ended everywhere; None before."""
     gone: set[StepKey] = field(default_factory=set)
@@ -78,15 +74,10 @@ class Coordinator:
 
     def _gather(self) -> None:
         """Combine the reports of all nodes."""
-        self.required = set()
-        self.to_name = set()
-        self.to_protect = set()
+        self.wants = Wants()
         captures_left = []
         for report in self.reports.values():
-            self.required.update(report.required)
-            for named in report.names:
-                self.to_name.add(named.key)
-            self.to_protect.update(report.protect)
+            self.wants = self.wants.union(report.wants)
             if report.captures_left is not None:
                 captures_left.append(set(report.captures_left))
         self.captures_left = None
@@ -105,20 +96,20 @@ class Coordinator:
 
     def order(self) -> Order:
         """Return the order for all nodes."""
-        required = self.required | self.to_name
+        required = self._required_or_named
         # Includes steps that are no longer required: a trainer may not have seen them yet.
         lost = sorted(self.lost & required) + sorted(self.lost - required)[-MAX_IN_MESSAGE:]
         orders = []
         for index, level in enumerate(self.levels):
             if level.is_redundancy:
-                orders.append(level.order(self.to_protect, set()))
+                orders.append(level.order(self.wants.protect, set()))
             else:
                 orders.append(level.order(required, self._named_keys(index)))
         return Order(
             job=self.job_digest,
             coordinator=self.number,
             levels=tuple(orders),
-            is_preempted=any(report.is_preempted for report in self.reports.values()),
+            is_preempted=self.wants.is_preempted,
             lost=tuple(sorted(lost)),
             is_drained=self.is_drained,
             may_delete=not self.is_alone,
@@ -204,7 +195,7 @@ class Coordinator:
             is_missed_step = GrantProgress.MISSED in progress
             if is_missed_step and not level.is_ahead and not level.is_overtaken:
                 level.given_up.add(grant)
-                if level.source is None and not level.is_redundancy and grant in self.required | self.to_name:
+                if level.source is None and not level.is_redundancy and grant in self._required_or_named:
                     self._lose(grant)
             # A level by time may have got the newest capture. If steps are so short that it is missed, only a grant
             # further ahead is in time.
@@ -378,7 +369,7 @@ class Coordinator:
         """Return True if a faster level has a required step that this one does not have."""
         return any(self._source_of(key, index) is not None for key in self._keys_still_required(index))
 
-    def _keys_still_required(self, index: int) -> set[StepKey]:
+    def _keys_still_required(self, index: int) -> Set[StepKey]:
         """Return the required steps that a level may still store."""
         level = self.levels[index]
         return self._required_at(index) - level.complete - level.given_up - self.lost
@@ -439,22 +430,27 @@ class Coordinator:
 
     # Requirements
 
+    @property
+    def _required_or_named(self) -> frozenset[StepKey]:
+        """Return the steps that the first level must store."""
+        return self.wants.required | self.wants.named_keys
+
     def _named_keys(self, index: int) -> set[StepKey]:
         """Return the snapshots of a level that have or will get a name there."""
-        keys = set(self.to_name)
+        keys = self.wants.named_keys
         for level in self.levels[: index + 1]:
             keys |= level.named
         return keys
 
-    def _required_at(self, index: int) -> set[StepKey]:
+    def _required_at(self, index: int) -> Set[StepKey]:
         """Return the steps that a level must store: the required ones, and those with a name that a faster level
         has.
         """
         if self.levels[index].is_redundancy:
-            return self.to_protect
+            return self.wants.protect
         if index == 0:
-            return self.required | self.to_name
-        required = set(self.required)
+            return self._required_or_named
+        required = set(self.wants.required)
         for key in self._named_keys(index):
             if self._source_of(key, index) is not None:
                 required.add(key)
@@ -543,7 +539,7 @@ class Coordinator:
             return set()
         if self.is_alone:
             return self.captures_left
-        required = self.required | self.to_name
+        required = self._required_or_named
         keys = {max(self.captures_left)} | (self.captures_left & required - self.lost)
         for key in self._required_at(index):
             if self._source_of(key, index) is not None:

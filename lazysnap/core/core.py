@@ -18,6 +18,7 @@ from lazysnap.core.actions import (
     ConnectionLost,
     Event,
     Finish,
+    FreeParity,
     KeeperTrouble,
     MemoryRefused,
     PlainEvent,
@@ -62,12 +63,14 @@ class Core:
         self._numbers = itertools.count(first_number)
         self._abandoned: dict[str, dict[int, Task]] = {}
         """Tasks whose threads have not returned, by URL of the level and number. They may belong to an earlier job."""
+        self._may_hold_parity = False
+        """True from the first job with redundancy until ``FreeParity``."""
         self._pid = pid
         self._peers: PeerSettings | None = None
         self._serves_at: PeerAddress | None = None
         self._troubles: list[str] = []
-        self._decide_at: float | None = min(self.lifecycle.deadlines())
-        """Time at which a decision is necessary without an event."""
+        self.wake_at: float | None = min(self.lifecycle.deadlines())
+        """Time at which ``PlainEvent.TIME_PASSED`` is needed; None if only other events matter."""
         self._actions: list[Action] = []
 
     @property
@@ -92,19 +95,8 @@ class Core:
             self._decide()
             self._update_trainers()
             self._advance_life()
-            self._decide_at = min(self._deadlines(), default=None)
-        if self.job is not None:
-            self._actions += self.job.repeat_state(now)
+            self.wake_at = min(self._deadlines(), default=None)
         return self._actions
-
-    def wake_at(self) -> float | None:
-        """Return the time at which ``PlainEvent.TIME_PASSED`` is needed; None if only other events matter."""
-        times = []
-        if self._decide_at is not None:
-            times.append(self._decide_at)
-        if self.job is not None and self.job.repeat_at is not None:
-            times.append(self.job.repeat_at)
-        return min(times, default=None)
 
     def _deadlines(self) -> list[float]:
         """Return the times at which a decision is necessary without an event."""
@@ -140,15 +132,13 @@ class Core:
                 self.ranks.rank(event.rank).memory_refused(event.text, self.now)
             case TaskMoved():
                 if self.job is not None:
-                    self.job.task_moved(event.number, self.now)
-                return False
+                    self.job.task_moved(event, self.now)
             case TaskEnded():
                 if self.job is not None:
                     self.job.task_ended(event, self.now)
             case PlainEvent.PEER_UP:
                 if self.job is not None:
                     self.job.peer_up(self.now)
-                return False
             case Report() | Order():
                 return self.job is not None and self.job.receive(event, self.now)
             case PlainEvent.PEERS_LISTENING:
@@ -159,7 +149,7 @@ class Core:
             case PlainEvent.TERMINATED:
                 self.lifecycle.is_terminated = True
             case PlainEvent.TIME_PASSED:
-                return self._decide_at is not None and self.now >= self._decide_at
+                return self.wake_at is not None and self.now >= self.wake_at
         return True
 
     def _shows_nothing_new(self, event: SlotsSeen) -> bool:
@@ -203,6 +193,8 @@ class Core:
         if self.job is not None:
             self._actions += self.job.abandon_all()
         self.job = JobCore(settings, self._numbers, self._abandoned, self.now)
+        if settings.redundancy is not None:
+            self._may_hold_parity = True
         self._actions.append(BeginJob(settings))
 
     # Decisions
@@ -222,9 +214,9 @@ class Core:
                 self._actions.append(make_slot)
 
     def _release_former(self, job: JobCore) -> None:
-        """Free the slots of ranks that the current start does not have, once it has its own snapshot.
+        """Free what earlier starts left and the current one does not use, once the current one has its own snapshot.
 
-        This is a complete one at the first level; without levels, the first rank must have no older capture. Holds of
+        This is parity, if the current start has no redundancy, and the slots of ranks that it does not have. Holds of
         these slots are released at once.
         """
         has_slots = False
@@ -233,20 +225,23 @@ class Core:
                 has_slots = True
                 if slot.is_held:
                     self._actions.append(Release(rank.number, slot.slot_id))
-        if not has_slots:
+        has_parity = self._may_hold_parity and job.node.redundancy is None
+        if not (has_slots or has_parity) or not self._has_own_snapshot(job):
             return
-        starts = set()  # slots with snapshots
+        self._actions += self.ranks.former_slots(job.settings.num_ranks)
+        if has_parity:
+            self._may_hold_parity = False
+            self._actions.append(FreeParity())
+
+    def _has_own_snapshot(self, job: JobCore) -> bool:
+        """Return True if the current start needs no snapshot of an earlier one.
+
+        It has a complete one at the first level; without levels, the first rank has no older capture.
+        """
         if job.node.storage:
-            for key in job.node.storage[0].order.complete:
-                starts.add(key.start)
-            is_replaced = self.job_start in starts
-        else:
-            for slot in self.ranks.rank(0).slots:
-                if slot.is_whole:
-                    starts.add(slot.start)
-            is_replaced = starts == {self.job_start}
-        if is_replaced:
-            self._actions += self.ranks.former_slots(job.settings.num_ranks)
+            return any(key.start == self.job_start for key in job.node.storage[0].order.complete)
+        starts = {slot.start for slot in self.ranks.rank(0).slots if slot.is_whole}
+        return starts == {self.job_start}
 
     # Trainers, and the end
 
@@ -278,7 +273,6 @@ class Core:
             levels=job.level_states(has_progress=is_anybody_waiting),
             protected=job.protected,
             names=job.given_names(),
-            name_refusals=job.name_refusals,
             lost=job.node.order.lost,
             alerts=tuple(alerts),
             is_preempted=job.node.order.is_preempted or wants.is_preempted,

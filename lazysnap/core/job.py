@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import xxhash
 from msgspec import json, structs
 
-from lazysnap.core.actions import Action, Hold, Release, Send, SetAwaitedStep, Task, TaskEnded
+from lazysnap.core.actions import Action, Hold, Release, Send, SetAwaitedStep, Task, TaskEnded, TaskMoved
 from lazysnap.core.coordinator import Coordinator
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.messages import (
@@ -29,13 +29,13 @@ from lazysnap.core.messages import (
     KeeperAlert,
     LevelState,
     NamedStep,
-    NameRefusal,
     Order,
     Report,
     StepKey,
+    Wants,
 )
 from lazysnap.core.node import Node, NodeLevel, RankView, key_of, newest_begun, whole_on_all
-from lazysnap.core.ranks import Wants, num_spare_slots
+from lazysnap.core.ranks import num_spare_slots
 from lazysnap.core.tasks import LevelTasks
 
 HEARTBEAT_S = 1.0
@@ -136,10 +136,10 @@ class JobCore:
         for abandoned in self._abandoned.values():
             abandoned.pop(event.number, None)
 
-    def task_moved(self, number: int, now: float) -> None:
+    def task_moved(self, event: TaskMoved, now: float) -> None:
         """Handle the progress of a task."""
         for level in self.level_tasks:
-            level.moved(number, now)
+            level.moved(event, now)
 
     def abandon_all(self) -> list[Action]:
         """Abandon all tasks: another job replaces this one."""
@@ -160,6 +160,8 @@ class JobCore:
             times.append(self._protected_at + UNPROTECTED_S)
         if self._may_become_alone(is_draining=is_draining):
             times.append(self._received_at + SILENCE_S)
+        if self._has_peers:
+            times.append(self._repeat_at)
         for level in self.level_tasks:
             times += level.deadlines()
         if self.coordinator is not None:
@@ -179,12 +181,17 @@ class JobCore:
         )
 
     @property
+    def _has_peers(self) -> bool:
+        """True if this node exchanges its state with others."""
+        return self.settings.num_nodes > 1 and not self._is_alone
+
+    @property
     def _is_alone(self) -> bool:
         return self.coordinator is not None and self.coordinator.is_alone
 
     def _may_become_alone(self, *, is_draining: bool) -> bool:
         """Return True if a node would store alone after a longer silence."""
-        return self.settings.num_nodes > 1 and is_draining and not self._is_alone
+        return self._has_peers and is_draining
 
     def choose_coordinator(self, now: float, *, is_served: bool, is_draining: bool) -> None:
         """Choose between the coordinator of all nodes and one of this node alone.
@@ -223,7 +230,7 @@ class JobCore:
         self.node.is_restoring = wants.is_restoring
         wants = self._with_newest(wants, ranks)
         for _ in range(MAX_ROUNDS):
-            unanswered = self.node.unanswered(wants.required, wants.names)
+            unanswered = self.node.unanswered(wants)
             self.node.give_up_missed(ranks, unanswered)
             for index, level in enumerate(self.level_tasks):
                 self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
@@ -231,7 +238,9 @@ class JobCore:
             if order is None:
                 break
             self.node.obey(order)
-        unanswered = self.node.unanswered(wants.required, wants.names)
+        if self._has_peers and now >= self._repeat_at:
+            self._actions += self._send_state(now)
+        unanswered = self.node.unanswered(wants)
         # After all rounds: a slot that one round releases and a later one reads would be read without a hold.
         self._hold_slots(ranks, unanswered)
         awaited_step = self._first_awaited(unanswered, ranks)
@@ -250,12 +259,11 @@ class JobCore:
         if not (wants.is_preempted or self.node.order.is_preempted):
             self._rescued = None
             return wants
-        if self._rescued is None or not self.node.unanswered([self._rescued], ()):
+        if self._rescued is None or not self.node.unanswered(Wants(required=frozenset({self._rescued}))):
             self._rescued = self._newest_of_start(ranks)
         if self._rescued is None:
             return wants
-        required = tuple(sorted({*wants.required, self._rescued}))
-        return structs.replace(wants, required=required)
+        return structs.replace(wants, required=wants.required | {self._rescued})
 
     def _newest_of_start(self, ranks: Sequence[RankView]) -> StepKey | None:
         """Return the newest capture of the current start that is whole on all ranks of the node."""
@@ -276,10 +284,7 @@ class JobCore:
             job=self.digest,
             coordinator=self.node.order.coordinator,
             levels=tuple(level.report() for level in self.node.levels),
-            required=wants.required,
-            names=wants.names,
-            protect=wants.protect,
-            is_preempted=wants.is_preempted,
+            wants=wants,
             captures_left=captures_left,
             knows_drained=self.node.order.is_drained,
         )
@@ -296,19 +301,6 @@ class JobCore:
         if order is not None and not self.coordinator.is_alone:
             self._actions += self._send_state(now)
         return order
-
-    @property
-    def repeat_at(self) -> float | None:
-        """Return the time of the next ``repeat_state``; None without peers."""
-        if self.settings.num_nodes == 1 or self._is_alone:
-            return None
-        return self._repeat_at
-
-    def repeat_state(self, now: float) -> list[Action]:
-        """Send the state again, if nothing was sent for a while."""
-        if self.repeat_at is None or now < self._repeat_at:
-            return []
-        return self._send_state(now)
 
     def _send_state(self, now: float) -> list[Action]:
         """Send the state of this node to the coordinator, or the order of the coordinator to the nodes."""
@@ -380,8 +372,10 @@ class JobCore:
         states = []
         for level, tasks in zip(self.node.storage, self.level_tasks, strict=False):
             writing = None
-            if has_progress:
+            moved_bytes = 0
+            if has_progress and tasks.writing is not None:
                 writing = tasks.writing
+                moved_bytes = tasks.moved_bytes
             states.append(
                 LevelState(
                     complete=level.order.complete,
@@ -392,6 +386,7 @@ class JobCore:
                     failed_step=tasks.failed_step,
                     num_failures=tasks.num_failures,
                     writing=writing,
+                    moved_bytes=moved_bytes,
                 )
             )
         return tuple(states)
@@ -403,14 +398,6 @@ class JobCore:
         if redundancy is None:
             return None
         return max(redundancy.order.complete, default=None)
-
-    @property
-    def name_refusals(self) -> tuple[NameRefusal, ...]:
-        """Return names that a level refuses."""
-        refusals: list[NameRefusal] = []
-        for level in self.level_tasks:
-            refusals += level.name_refusals
-        return tuple(refusals)
 
     def given_names(self) -> tuple[NamedStep, ...]:
         """Return the given names, without those that a faster level must still give to its own copy.
@@ -430,7 +417,7 @@ class JobCore:
         level = self.node.levels[index]
         if not level.is_ready or named in level.names:
             return False
-        return level.progress is GrantProgress.LISTING or self.level_tasks[index].may_give(named)
+        return level.progress is GrantProgress.LISTING or named.key in level.stored
 
     def _note_protection(self, ranks: Sequence[RankView], now: float) -> None:
         """Record whether a due step is not protected yet."""
@@ -495,21 +482,13 @@ def _unreached(node: int, silent: list[int], address: str) -> str:
 
 
 def _digest(settings: JobSettings) -> int:
-    """Return a hash of the settings on which all nodes of a job must agree."""
+    """Return a hash of the settings that all nodes of a job share. Those that a node has of its own do not count."""
     levels = []
     for level in settings.levels:
-        retention = (level.keep_last, level.keep_every_n_steps)
-        levels.append((level.every_s, level.every_n_steps, retention, level.is_shared))
-    redundancy = None
-    if settings.redundancy is not None:
-        redundancy = (settings.redundancy.every_n_steps, settings.redundancy.parity, settings.redundancy.most_lost)
-    agreed = (
-        settings.run,
-        levels,
-        redundancy,
-        settings.capture_every_n_steps,
-        settings.world_size,
-        settings.num_nodes,
-    )
+        levels.append(structs.replace(level, url="", storage_options=None, max_bytes_per_s=None, timeout_s=0.0))
+    redundancy = settings.redundancy
+    if redundancy is not None:
+        redundancy = structs.replace(redundancy, members=(), max_bytes_per_s=None)
+    agreed = structs.replace(settings, levels=tuple(levels), redundancy=redundancy, ranks=(), node=0)
     # A message has signed integers of 64 bits.
     return xxhash.xxh3_64_intdigest(json.encode(agreed)) >> 1

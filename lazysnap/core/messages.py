@@ -246,14 +246,6 @@ class KeeperAlert(Struct, frozen=True, array_like=True):
     text: str
 
 
-class NameRefusal(Struct, frozen=True, array_like=True):
-    """A name that a level refuses."""
-
-    url: str
-    name: str
-    text: str
-
-
 class KeeperState(Struct, frozen=True, tag="keeper"):
     """The complete state of the keeper for a trainer."""
 
@@ -270,7 +262,6 @@ class KeeperState(Struct, frozen=True, tag="keeper"):
     """Newest capture that survives the loss of a node."""
     names: tuple[NamedStep, ...] = ()
     """Names that were given at some level: the first one, or the fastest that could store the step."""
-    name_refusals: tuple[NameRefusal, ...] = ()
     lost: tuple[StepKey, ...] = ()
     """Required steps that no level can store any more."""
     alerts: tuple[KeeperAlert, ...] = ()
@@ -315,6 +306,41 @@ class GrantProgress(enum.Enum):
     FAILED = "failed"
 
 
+class Wants(Struct, frozen=True):
+    """The wants of trainers at one time: of one, of all of a node, or of all nodes."""
+
+    required: frozenset[StepKey] = frozenset()
+    """Steps that every level must store."""
+    protect: frozenset[StepKey] = frozenset()
+    """Steps that other nodes must protect."""
+    names: frozenset[NamedStep] = frozenset()
+    """Names to give, or given already: a name that is sent only until it is answered would be requested again. Their
+    steps are required at the first level.
+    """
+    released: frozenset[NamedStep] = frozenset()
+    """Names to remove: see ``TrainerState``."""
+    is_preempted: bool = False
+    """True if some rank is preempted."""
+    is_restoring: bool = False
+    """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
+
+    @property
+    def named_keys(self) -> set[StepKey]:
+        """Return the steps that have or will get a name."""
+        return {named.key for named in self.names}
+
+    def union(self, other: "Wants") -> "Wants":
+        """Return these wants and the other ones."""
+        return Wants(
+            required=self.required | other.required,
+            protect=self.protect | other.protect,
+            names=self.names | other.names,
+            released=self.released | other.released,
+            is_preempted=self.is_preempted or other.is_preempted,
+            is_restoring=self.is_restoring or other.is_restoring,
+        )
+
+
 class LevelReport(Struct, frozen=True, array_like=True):
     """A node's state of one level."""
 
@@ -343,15 +369,8 @@ class Report(Struct, frozen=True, tag="report"):
     report.
     """
     levels: tuple[LevelReport, ...]
-    required: tuple[StepKey, ...] = ()
-    names: tuple[NamedStep, ...] = ()
-    """Names that trainers want, given or not. A name that is sent only until it is answered would be requested
-    again.
-    """
-    protect: tuple[StepKey, ...] = ()
-    """Steps that trainers want protected by other nodes."""
-    is_preempted: bool = False
-    """True if some rank of the node is preempted."""
+    wants: Wants = Wants()
+    """The wants of the trainers of the node."""
     captures_left: tuple[StepKey, ...] | None = None
     """Captures that all ranks of the node hold whole, once captures have stopped on the node; else None."""
     knows_drained: bool = False

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct, structs
 
+from lazysnap.core.actions import Listed
 from lazysnap.core.messages import (
     MAX_STORED_REPORTED,
     GrantProgress,
@@ -18,6 +19,7 @@ from lazysnap.core.messages import (
     NamedStep,
     Order,
     StepKey,
+    Wants,
 )
 from lazysnap.core.retention import Retention
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
@@ -213,27 +215,14 @@ class NodeLevel:
         else:
             self.progress = GrantProgress.WAITING
 
-    def become_listed(
-        self,
-        stored: Sequence[StepKey],
-        leftovers: Sequence[StepKey],
-        unusable: Sequence[StepKey],
-        names: Sequence[NamedStep],
-    ) -> None:
-        """Count the listed files, after which grants may begin.
-
-        Args:
-            stored: snapshots whose part of this node is stored.
-            leftovers: snapshots with files but without a commit.
-            unusable: snapshots with committed files that do not count.
-            names: given names.
-        """
-        self.stored.update(stored)
-        self.leftovers.update(leftovers)
+    def become_listed(self, listed: Listed) -> None:
+        """Count the listed files, after which grants may begin."""
+        self.stored.update(listed.stored)
+        self.leftovers.update(listed.leftovers)
         self.leftovers -= self.stored
-        self.unusable.update(unusable)
+        self.unusable.update(listed.unusable)
         self.unusable -= self.stored
-        self.names.update(names)
+        self.names.update(listed.names)
         self.is_ready = True
         self._follow_grant()
 
@@ -325,7 +314,7 @@ class Node:
     """The last order."""
     is_restoring: bool = False
     """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
-    protected: StepKey | None = None
+    last_protected: StepKey | None = None
     """The capture whose slots and parity stay until a newer one is protected. A new keeper takes the oldest of those
     that the earlier keeper held: of two, the older one was protected. Its parity may be lost; trainers see
     ``JobCore.protected``.
@@ -347,7 +336,7 @@ class Node:
             if rank.slots:
                 self._has_inherited = True
         if self._has_inherited:
-            self.protected = min(held_keys, default=None)
+            self.last_protected = min(held_keys, default=None)
 
     def obey(self, order: Order) -> None:
         """Obey an order. Idempotent."""
@@ -357,7 +346,7 @@ class Node:
         redundancy = self.redundancy
         if redundancy is not None and redundancy.order.is_open and redundancy.order.complete:
             # If parity was lost with a keeper, nothing is complete. The remaining parity is the best one.
-            self.protected = max(redundancy.order.complete)
+            self.last_protected = max(redundancy.order.complete)
 
     def forget_orders(self) -> None:
         """Stop storing alone. Snapshots that were complete for this node are not complete for the job."""
@@ -365,24 +354,23 @@ class Node:
         for level in self.levels:
             level.forget_orders()
 
-    def unanswered(self, required: Sequence[StepKey], names: Sequence[NamedStep]) -> list[StepKey]:
-        """Return the steps that are required.
-
-        Args:
-            required: steps that every storage level must store.
-            names: names for the first level. Once it has the step, node 0 gives the name.
-        """
-        if not self.storage:
-            return []
+    def unanswered(self, wants: Wants) -> list[StepKey]:
+        """Return the required steps that some storage level may still store, in ascending order."""
         keys = set()
-        for key in required:
-            if not all(level.is_done_with(key) for level in self.storage):
-                keys.add(key)
-        first = self.levels[0]
-        for named in names:
-            if not first.is_done_with(named.key):
-                keys.add(named.key)
-        return sorted(keys.difference(self.order.lost))
+        for index in range(len(self.storage)):
+            keys |= self.unanswered_at(index, wants)
+        return sorted(keys)
+
+    def unanswered_at(self, index: int, wants: Wants) -> set[StepKey]:
+        """Return the required steps that a storage level may still store.
+
+        Those with a name are required at the first level. Once it has the step, node 0 gives the name.
+        """
+        required = set(wants.required)
+        if index == 0:
+            required |= wants.named_keys
+        level = self.storage[index]
+        return {key for key in required.difference(self.order.lost) if not level.is_done_with(key)}
 
     def keys_to_hold(self, required: Sequence[StepKey], num_spare: int) -> set[StepKey]:
         """Return the captures that must not be overwritten.
@@ -392,8 +380,8 @@ class Node:
             num_spare: slots of a rank beyond the K + 1 that captures need, the maximum to hold in advance.
         """
         keys: set[StepKey] = set()
-        if self.protected is not None:
-            keys.add(self.protected)
+        if self.last_protected is not None:
+            keys.add(self.last_protected)
         for level in self.levels:
             if level.key_to_hold is not None:
                 keys.add(level.key_to_hold)
@@ -421,7 +409,7 @@ class Node:
             self.redundancy.has_slots = True
         else:
             self.redundancy.become_slotless()
-            self.protected = None
+            self.last_protected = None
 
     def give_up_missed(self, ranks: Sequence[RankView], required: Sequence[StepKey]) -> None:
         """Give up grants that this node can no longer follow, and those that a required step overtook.

@@ -14,10 +14,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec import Struct
-
 from lazysnap.core.actions import Action, AdoptSlots, CloseConnection, FreeSlot, MakeSlot, TrainerReported, VoidSlot
-from lazysnap.core.messages import Farewell, JobSettings, KeeperState, NamedStep, StepKey, TrainerState
+from lazysnap.core.messages import Farewell, JobSettings, KeeperState, StepKey, TrainerState, Wants
 from lazysnap.core.node import RankView
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_fitting
 
@@ -36,23 +34,6 @@ class Presence(enum.Enum):
     AWAY = "away"
     DEAD = "dead"
     ENDED = "ended"
-
-
-class Wants(Struct, frozen=True):
-    """The wants of all trainers of a node at one time."""
-
-    required: tuple[StepKey, ...] = ()
-    """Steps that every level must store."""
-    protect: tuple[StepKey, ...] = ()
-    """Steps that other nodes must protect."""
-    names: tuple[NamedStep, ...] = ()
-    """Names to give. Their steps are required at the first level."""
-    released: frozenset[NamedStep] = frozenset()
-    """Names to remove: see ``TrainerState``."""
-    is_preempted: bool = False
-    """True if some rank is preempted."""
-    is_restoring: bool = False
-    """True while a trainer restores, which may choose any snapshot: nothing is deleted."""
 
 
 @dataclass
@@ -86,11 +67,19 @@ class Rank:
         return self.presence in (Presence.ATTACHED, Presence.AWAY)
 
     @property
-    def start(self) -> int:
-        """Id of the start of its last trainer; 0 without one, or while it restores."""
-        if self.state is None:
-            return 0
-        return self.state.start
+    def wants(self) -> Wants:
+        """Return the wants of its last trainer, which may be dead."""
+        state = self.state
+        if state is None:
+            return Wants()
+        return Wants(
+            required=frozenset(StepKey(state.start, step) for step in state.required),
+            protect=frozenset(StepKey(state.start, step) for step in state.protect),
+            names=frozenset(state.names),
+            released=frozenset(state.released),
+            is_preempted=self.is_served and state.is_preempted,
+            is_restoring=self.is_served and state.start == 0,
+        )
 
     def view(self, num_kept: int, *, may_still_come: bool) -> RankView:
         """Return the view of this rank for grants.
@@ -310,35 +299,10 @@ class Ranks:
 
     def _gather(self) -> None:
         """Update the fields that depend on the states of all trainers."""
-        required: set[StepKey] = set()
-        protect: set[StepKey] = set()
-        names: set[NamedStep] = set()
-        released: set[NamedStep] = set()
-        is_preempted = False
-        is_restoring = False
-        self.is_served = False
+        self.is_served = any(rank.is_served for rank in self.all)
+        self.wants = Wants()
         for rank in self.all:
-            state = rank.state
-            if state is None:
-                continue
-            for step in state.required:
-                required.add(StepKey(state.start, step))
-            for step in state.protect:
-                protect.add(StepKey(state.start, step))
-            names.update(state.names)
-            released.update(state.released)
-            if rank.is_served:
-                self.is_served = True
-                is_preempted = is_preempted or state.is_preempted
-                is_restoring = is_restoring or state.start == 0
-        self.wants = Wants(
-            required=tuple(sorted(required)),
-            protect=tuple(sorted(protect)),
-            names=tuple(sorted(names)),
-            released=frozenset(released),
-            is_preempted=is_preempted,
-            is_restoring=is_restoring,
-        )
+            self.wants = self.wants.union(rank.wants)
 
     def former_slots(self, num_ranks: int) -> list[Action]:
         """Return the actions that free all slots of ranks that the current start does not have."""

@@ -26,15 +26,15 @@ from lazysnap.core.actions import (
     Listed,
     ListLevel,
     Missed,
-    NamesSet,
     ProbeLevel,
     SetNames,
     StepStored,
     Task,
     TaskEnded,
+    TaskMoved,
     WriteLevel,
 )
-from lazysnap.core.messages import GrantProgress, NamedStep, NameRefusal, StepKey, is_removed
+from lazysnap.core.messages import GrantProgress, NamedStep, StepKey, is_removed
 from lazysnap.core.node import Node, NodeLevel, RankView, is_in_memory
 
 MAX_HANGING = 3
@@ -56,6 +56,8 @@ class LevelTasks:
     """The node's state of the level."""
     task: Task | None = None
     """The running task."""
+    moved_bytes: int = 0
+    """Bytes that it has moved, as it last reported."""
     failed_step: int | None = None
     """The step that the last failed task did not store; None: another task."""
     num_failures: int = 0
@@ -64,8 +66,6 @@ class LevelTasks:
     """Bytes that were written for the last stored step, as in ``StepStored``."""
     written_s: float = 0.0
     """Seconds that the write took."""
-    name_refusals: tuple[NameRefusal, ...] = ()
-    """Names that the level refuses. They are not retried."""
     _moved_at: float = 0.0
     _is_cancelled: bool = False
     _retry_at: float = 0.0
@@ -113,12 +113,13 @@ class LevelTasks:
     def _abandon(self, task: Task) -> CancelTask:
         self.task = None
         self.abandoned[task.number] = task
-        return CancelTask(self.index, task.number)
+        return CancelTask(task.number)
 
-    def moved(self, number: int, now: float) -> None:
+    def moved(self, event: TaskMoved, now: float) -> None:
         """Handle the progress of a task."""
-        if self.task is not None and self.task.number == number:
+        if self.task is not None and self.task.number == event.number:
             self._moved_at = now
+            self.moved_bytes = event.moved_bytes
 
     def ended(self, event: TaskEnded, now: float) -> None:
         """Handle the end of a task of any level. The number tells the level.
@@ -149,21 +150,14 @@ class LevelTasks:
         self.level.failure = ""
         self._pause_s = FIRST_PAUSE_S
         if isinstance(event, Listed):
-            self.level.become_listed(event.stored, event.leftovers, event.unusable, event.names)
+            self.level.become_listed(event)
         elif isinstance(event, StepStored) and isinstance(task, WriteLevel):
             self.level.become_stored(task.key)
             self.written_bytes = event.written_bytes
             self.written_s = event.seconds
-        elif isinstance(event, NamesSet) and isinstance(task, SetNames):
-            self._note_names(task, event)
-
-    def _note_names(self, task: SetNames, event: NamesSet) -> None:
-        self.name_refusals = (*self.name_refusals, *event.refused)
-        refused = {refusal.name for refusal in event.refused}
-        for named in task.added:
-            if named.name not in refused:
-                self.level.names.add(named)
-        self.level.names.difference_update(task.released)
+        elif isinstance(task, SetNames):
+            self.level.names.update(task.added)
+            self.level.names.difference_update(task.released)
 
     def _fail(self, task: Task, text: str, now: float) -> None:
         """Handle a failed task. Its partial files are deleted once the level works again."""
@@ -200,6 +194,7 @@ class LevelTasks:
         if task is None:
             return []
         self.task = task
+        self.moved_bytes = 0
         self._moved_at = now
         self._is_cancelled = False
         return [task]
@@ -250,7 +245,7 @@ class LevelTasks:
         level = self.level
         added = []
         for named in sorted(names - level.names):
-            if not is_removed(named, released) and self.may_give(named):
+            if not is_removed(named, released) and named.key in level.stored:
                 added.append(named)
         taken_away = []
         for named in sorted(level.names):
@@ -259,11 +254,6 @@ class LevelTasks:
         if not added and not taken_away:
             return None
         return tuple(added), tuple(taken_away)
-
-    def may_give(self, named: NamedStep) -> bool:
-        """Return True if the level has the step, and did not refuse the name."""
-        is_refused = any(refusal.name == named.name for refusal in self.name_refusals)
-        return named.key in self.level.stored and not is_refused
 
     def _keys_to_delete(self) -> tuple[StepKey, ...]:
         hanging = self._keys_of_hanging_threads()
@@ -282,7 +272,7 @@ class LevelTasks:
             return [self._abandon(task)]
         if isinstance(task, WriteLevel) and not self._is_cancelled and not self._is_wanted(task, ranks):
             self._is_cancelled = True
-            return [CancelTask(self.index, task.number)]
+            return [CancelTask(task.number)]
         return []
 
     def _is_wanted(self, task: WriteLevel, ranks: Sequence[RankView]) -> bool:

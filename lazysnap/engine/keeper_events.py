@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from lazysnap.config import SnapshotConfig
-from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, NameRefusal, StepKey
+from lazysnap.core.messages import KeeperAlert, KeeperState, LevelState, StepKey
 from lazysnap.engine.messages import MessageKind, Messages
 
 _REMEMBERED = 1024
@@ -67,7 +67,6 @@ class KeeperEvents:
                     level_before = before.levels[index]
                 self._compare_level(index, level_before, level)
             self._compare_protected(before.protected, state.protected)
-            self._compare_refusals(before.name_refusals, state.name_refusals)
             self._compare_alerts(before.alerts, state.alerts)
         for alert in state.alerts:
             if alert.about in _ALERTS:
@@ -78,7 +77,7 @@ class KeeperEvents:
         """Return the base for the next keeper's state: that keeper counts from zero, and has no alerts."""
         for event in _ALERTS.values():
             self._messages.forget(event)
-        return KeeperState(protected=state.protected, name_refusals=state.name_refusals)
+        return KeeperState(protected=state.protected)
 
     def _compare_connection(self, pid: int | None, *, is_silent: bool) -> None:
         if self._pid is not None and pid != self._pid:
@@ -142,11 +141,6 @@ class KeeperEvents:
         if last is None or now.step > last:
             self._statistics.protected += 1
         self._statistics.last_protected_step = now.step
-
-    def _compare_refusals(self, before: Sequence[NameRefusal], now: Sequence[NameRefusal]) -> None:
-        for refusal in now:
-            if refusal not in before:
-                self._messages.tell(MessageKind.NAME_FAILS, name=refusal.name, text=f"{refusal.url}: {refusal.text}")
 
     def lose_name(self, name: str, text: str) -> None:
         """Report a name whose snapshot will never be stored."""

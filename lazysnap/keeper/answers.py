@@ -1,7 +1,6 @@
 """Answers questions to a keeper: its memory, the state of the job, and whether the keeper can end."""
 
 import logging
-from collections.abc import Mapping
 
 from msgspec import structs
 
@@ -10,7 +9,7 @@ from lazysnap.core.node import whole_on_all
 from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.node_state import node_state
-from lazysnap.keeper.other_nodes import OtherNodes
+from lazysnap.keeper.parity import ParityStore
 from lazysnap.keeper.questions import Answer, HeldParity, KeptMemory, Question
 from lazysnap.keeper.slot_table import SlotTable
 
@@ -21,17 +20,17 @@ class Answers:
     """Answers questions, immediately or when the answer is known. Used on the loop's thread."""
 
     def __init__(
-        self, core: Core, slots: SlotTable, connections: TrainerConnections, others: OtherNodes, log: EventLog
+        self, core: Core, slots: SlotTable, connections: TrainerConnections, parity: ParityStore, log: EventLog
     ) -> None:
         self._core = core
         self._slots = slots
         self._connections = connections
-        self._others = others
+        self._parity = parity
         self._log = log
-        self._stop: tuple[TrainerConnection, Question] | None = None
-        """The question whether the keeper can end, until it is answered."""
+        self._stops: list[tuple[TrainerConnection, Question]] = []
+        """Questions whether the keeper can end, until they are answered."""
         self._must_end = False
-        """True once that question made the keeper end."""
+        """True once such a question made the keeper end."""
 
     # Memory and state
 
@@ -40,7 +39,7 @@ class Answers:
         rank = question.local_rank
         parity: list[HeldParity] = []
         if rank == 0:
-            parity = self._others.held_parity()
+            parity = self._parity.inventory()
         memory = KeptMemory(
             slots=self._slots.facts(rank),
             end=self._log.ends.get(rank),
@@ -56,45 +55,41 @@ class Answers:
         ranks = self._core.ranks.all
         return rank < len(ranks) and ranks[rank].connection == connection.number
 
-    def answer_status(self, connection: TrainerConnection, question: Question, moved_bytes: Mapping[int, int]) -> None:
-        """Send the state of the node. ``moved_bytes``: see ``node_state``."""
-        state = node_state(self._core, self._slots.by_rank, self._others.parity_bytes, self._log, moved_bytes)
+    def answer_status(self, connection: TrainerConnection, question: Question) -> None:
+        """Send the state of the node."""
+        state = node_state(self._core, self._slots.by_rank, self._parity.size_bytes, self._log)
         self._connections.answer(connection, Answer(number=question.number, status=state))
 
     # The end
 
     def stop_asked(self, connection: TrainerConnection, question: Question) -> None:
         """Accept the question whether the keeper can end. It is answered later."""
-        self._stop = (connection, question)
+        self._stops.append((connection, question))
 
     def decide_stop(self) -> bool:
-        """Refuse the question whether the keeper can end, if it must stay.
+        """Refuse the questions whether the keeper can end, if it must stay.
 
         Returns: True, once, if the keeper must end. ``finish`` then answers.
         """
-        if self._stop is not None and not self._connections.is_open(self._stop[0]):
-            self._stop = None  # the client is gone; the keeper decides by itself
-        if self._stop is None or self._must_end:
-            self._answer_arrival()
+        if self._must_end:
+            if self._core.is_served:  # a trainer connected meanwhile
+                self._must_end = False
+                self._answer_stops(Answer(text=self._text_of_training()))
+            return False
+        # Without its client, a question does not count: the keeper decides by itself.
+        self._stops = [stop for stop in self._stops if self._connections.is_open(stop[0])]
+        if not self._stops:
             return False
         text = self._reason_to_stay()
         if text:
-            self._answer_stop(Answer(text=text))
+            self._answer_stops(Answer(text=text))
             return False
         self._must_end = self._is_all_stored()
         return self._must_end
 
-    def _answer_arrival(self) -> None:
-        """Refuse the question, because a trainer connected."""
-        if self._must_end and self._core.is_served:
-            self._must_end = False
-            if self._stop is not None:
-                self._answer_stop(Answer(text=self._text_of_training()))
-
     def finish(self) -> None:
         """Answer that the keeper ends, and which step is durable."""
-        if self._stop is not None:
-            self._answer_stop(Answer(durable=self._durable_steps()))
+        self._answer_stops(Answer(durable=self._durable_steps()))
 
     def _durable_steps(self) -> dict[str, int | None]:
         job = self._core.job
@@ -105,11 +100,10 @@ class Answers:
                 steps[settings.url] = None if newest is None else newest.step
         return steps
 
-    def _answer_stop(self, answer: Answer) -> None:
-        assert self._stop is not None
-        connection, question = self._stop
-        self._stop = None
-        self._connections.answer(connection, structs.replace(answer, number=question.number))
+    def _answer_stops(self, answer: Answer) -> None:
+        for connection, question in self._stops:
+            self._connections.answer(connection, structs.replace(answer, number=question.number))
+        self._stops = []
 
     def _reason_to_stay(self) -> str:
         """Return the reason why the keeper does not end; empty if it ends, or that is not known yet."""

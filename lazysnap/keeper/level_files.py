@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from lazysnap import faults
 from lazysnap.core.actions import Listed, ListLevel
-from lazysnap.core.messages import JobSettings, NamedStep, NameRefusal, StepKey
-from lazysnap.errors import ConfigError, FormatError
+from lazysnap.core.messages import JobSettings, NamedStep, StepKey
+from lazysnap.errors import FormatError
 from lazysnap.levels.blocks import verify
 from lazysnap.levels.leftovers import belongs_to_run, is_stale, sweep
 from lazysnap.levels.listing import parse_directory
@@ -323,22 +323,14 @@ class LevelFiles:
 
     # Names of users
 
-    def set_names(
-        self, storage: Storage, added: Sequence[NamedStep], released: Sequence[NamedStep]
-    ) -> tuple[NameRefusal, ...]:
+    def set_names(self, storage: Storage, added: Sequence[NamedStep], released: Sequence[NamedStep]) -> None:
         """Remove names, then give names.
 
-        Returns: the names that can never be given.
-        Raises: LevelError.
+        Raises: LevelError; ConfigError, if a file of another program has a name.
         """
         for named in released:
             release_from(storage, self.snapshot(named.key).directory, named.name)
             faults.point("keeper.names.released")
-        refused = []
         for named in added:
-            try:
-                keep(storage, self.snapshot(named.key), named.name)
-                faults.point("keeper.names.given")
-            except ConfigError as error:
-                refused.append(NameRefusal(self.url, named.name, str(error)))
-        return tuple(refused)
+            keep(storage, self.snapshot(named.key), named.name)
+            faults.point("keeper.names.given")

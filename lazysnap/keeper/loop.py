@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 from msgspec import structs
@@ -30,6 +29,7 @@ from lazysnap.core.actions import (
     CloseConnection,
     Event,
     Finish,
+    FreeParity,
     FreeSlot,
     Hold,
     KeeperTrouble,
@@ -44,20 +44,20 @@ from lazysnap.core.actions import (
     SlotsSeen,
     Task,
     TaskEnded,
-    TaskMoved,
     TrainerReported,
     VoidSlot,
     WriteLevel,
 )
 from lazysnap.core.core import Core
 from lazysnap.core.lifecycle import Phase
-from lazysnap.core.messages import KeeperAlert, KeeperState, TrainerState
+from lazysnap.core.messages import KeeperAlert, TrainerState
 from lazysnap.keeper.answers import Answers
 from lazysnap.keeper.connections import TrainerConnection, TrainerConnections
 from lazysnap.keeper.event_log import EventLog
 from lazysnap.keeper.level_threads import LevelThreads
 from lazysnap.keeper.memory_work import MemoryWork
-from lazysnap.keeper.other_nodes import OtherNodes
+from lazysnap.keeper.parity import ParityStore
+from lazysnap.keeper.peer_sources import KeeperSources
 from lazysnap.keeper.questions import Answer, Question
 from lazysnap.keeper.runtime import REFRESH_S, KeeperLock
 from lazysnap.keeper.slot_table import SlotTable
@@ -67,6 +67,7 @@ from lazysnap.keeper.wire import Frame
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.slots import KeeperSlot
 from lazysnap.memory.words import NodePage
+from lazysnap.peers.server import Peers
 
 logger = logging.getLogger(__name__)
 
@@ -109,11 +110,13 @@ class Keeper:
         )
         self._handed_over: list[int] = []
         """Descriptors of the current message, until ``AdoptSlots`` takes them."""
-        self._others = OtherNodes(self._loop, self._handle, self._slots, self._num_ranks)
-        self._levels = LevelThreads(self._post, self._task_returned, self._others.parity_task)
+        self._parity = ParityStore()
+        self._sources = KeeperSources(self._slots.snapshot, self._num_ranks, self._parity)
+        self._peers = Peers(self._loop, self._handle, self._sources)
+        self._levels = LevelThreads(self._post, self._task_returned, self._parity)
         self._memory = MemoryWork(self._slots, self._loop.call_soon_threadsafe, self._post, self._add_slot)
         self._events = EventLog()
-        self._answers = Answers(self._core, self._slots, self._connections, self._others, self._events)
+        self._answers = Answers(self._core, self._slots, self._connections, self._parity, self._events)
 
     def run(self, listener: socket.socket, trainer: socket.socket | None = None) -> int:
         """Serve the job until it is over.
@@ -143,7 +146,7 @@ class Keeper:
             # Before the trainers see the end, after which a launcher may kill the rest of the job.
             self._events.close()
         self._connections.close_all()
-        self._others.close()
+        self._peers.close()
         return self._exit_status
 
     def _refresh_lock(self) -> None:
@@ -196,18 +199,13 @@ class Keeper:
 
     def _post(self, event: Event) -> None:
         """Handle an event from any thread."""
-        self._loop.call_soon_threadsafe(self._handle_posted, event)
-
-    def _handle_posted(self, event: Event) -> None:
-        self._handle(event)
-        if isinstance(event, TaskMoved):
-            self._send_progress(event.level)
+        self._loop.call_soon_threadsafe(self._handle, event)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        wake_at = self._core.wake_at()
+        wake_at = self._core.wake_at
         if wake_at is not None and not self._is_ending:
             self._timer = self._loop.call_at(wake_at, self._handle, PlainEvent.TIME_PASSED)
 
@@ -238,7 +236,7 @@ class Keeper:
     def _perform(self, action: Action) -> None:
         match action:
             case SendToTrainer():
-                self._send_state(action.connection, action.rank, action.state)
+                self._connections.send_state(action.connection, action.rank, action.state)
             case CloseConnection():
                 self._connections.close(action.connection)
             case AdoptSlots():
@@ -249,24 +247,26 @@ class Keeper:
                 self._memory.make_slot(action)
             case FreeSlot():
                 self._slots.free(action.rank, action.slot_id)
-                self._others.slot_freed()
+                self._sources.clear()
                 self._must_observe = True
+            case FreeParity():
+                self._parity.clear()
             case VoidSlot() | Hold() | Release():
                 self._set_word(action)
             case SetAwaitedStep():
                 self._set_awaited_step(action.step)
             case BeginJob():
                 self._levels.begin(action.settings)
-                self._others.begin_job(action.settings)
                 self._events.job_began(action.settings)
             case SetPeers():
-                self._others.set_peers(action.peers)
+                self._levels.set_peers(action.peers)
+                self._peers.begin(action.peers)
             case Task():
                 self._levels.start(action, self._slots.by_rank)
             case CancelTask():
-                self._levels.cancel(action.level, action.number)
+                self._levels.cancel(action.number)
             case Send():
-                self._others.send(action.node, action.message)
+                self._peers.send(action.node, action.message)
             case Finish():
                 self._finish()
 
@@ -350,24 +350,6 @@ class Keeper:
             frame.descriptors = self._handed_over
             self._handed_over = []
 
-    def _send_state(self, connection: int, rank: int, state: KeeperState) -> None:
-        """Send a state. If a trainer waits for a step, add the bytes that tasks moved, which the core does not have."""
-        levels = []
-        for index, level in enumerate(state.levels):
-            moved_bytes = self._levels.moved_bytes(index)
-            if level.writing is not None and moved_bytes:
-                levels.append(structs.replace(level, moved_bytes=moved_bytes))
-            else:
-                levels.append(level)
-        self._connections.send_state(connection, rank, structs.replace(state, levels=tuple(levels)))
-
-    def _send_progress(self, level: int) -> None:
-        """Send the last states again, with the bytes that a task has moved."""
-        for rank in self._core.ranks.all:
-            state = rank.last_sent
-            if state is not None and level < len(state.levels) and state.levels[level].writing is not None:
-                self._send_state(rank.connection, rank.number, state)
-
     # Questions
 
     def _answer(self, connection: TrainerConnection, question: Question) -> None:
@@ -384,18 +366,13 @@ class Keeper:
             case "memory":
                 self._answers.answer_memory(connection, question)
             case "status":
-                self._answers.answer_status(connection, question, self._moved_bytes())
+                self._answers.answer_status(connection, question)
             case "stop":
                 self._answers.stop_asked(connection, question)
                 if question.is_forced and not self._core.is_served:
                     self._finish()
                 else:
                     self._answer_stop()
-
-    def _moved_bytes(self) -> Mapping[int, int]:
-        if self._core.job is None:
-            return {}
-        return {index: self._levels.moved_bytes(index) for index in range(len(self._core.job.settings.levels))}
 
     def _answer_stop(self) -> None:
         """Answer the question whether the keeper can end, once that is known, and end it in that case."""

@@ -3,8 +3,6 @@
 import time
 from collections.abc import Mapping
 
-from msgspec import structs
-
 from lazysnap.core.actions import WriteLevel
 from lazysnap.core.core import Core
 from lazysnap.core.job import JobCore
@@ -20,13 +18,7 @@ from lazysnap.memory.slot_choice import newest_whole
 from lazysnap.memory.slots import Slot
 
 
-def node_state(
-    core: Core,
-    slots: NodeSlots,
-    parity_bytes: int,
-    log: EventLog,
-    moved_bytes: Mapping[int, int],
-) -> NodeState | None:
+def node_state(core: Core, slots: NodeSlots, parity_bytes: int, log: EventLog) -> NodeState | None:
     """Return the state of the node; None before the first start. Does not block.
 
     Args:
@@ -34,7 +26,6 @@ def node_state(
         slots: all slots of the node.
         parity_bytes: memory that protects other nodes.
         log: has wall-clock times and ended trainers, which the core does not have.
-        moved_bytes: by index of a level, the bytes that its current task has moved.
     """
     job = core.job
     if job is None:
@@ -49,13 +40,7 @@ def node_state(
                 ranks.append(_rank_state(core, job, rank, slots.get(rank.number, {}), log))
     levels = []
     for index, level in enumerate(settings.levels):
-        facts = _level_facts(job, index, log.level(level.url))
-        total_bytes = _total_bytes(job, index, slots)
-        stored_now = moved_bytes.get(index, 0)
-        if total_bytes:
-            stored_now = min(stored_now, total_bytes)  # a file has a header, too
-        waiting = _num_waiting(core, job, index)
-        levels.append(structs.replace(facts, moved_bytes=stored_now, total_bytes=total_bytes, waiting=waiting))
+        levels.append(_level_facts(core, job, index, slots, log.level(level.url)))
     may_lose = 0
     if settings.redundancy is not None:
         may_lose = settings.redundancy.parity
@@ -146,7 +131,7 @@ def _captures(rank: Rank, slots: Mapping[int, Slot]) -> list[CaptureTimes]:
 # Levels
 
 
-def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
+def _level_facts(core: Core, job: JobCore, index: int, slots: NodeSlots, history: LevelHistory) -> LevelFacts:
     settings = job.settings.levels[index]
     level = job.node.levels[index]
     tasks = job.level_tasks[index]
@@ -158,6 +143,10 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
     bytes_per_s = None
     if tasks.written_bytes:
         bytes_per_s = tasks.written_bytes / max(tasks.written_s, 1e-9)
+    total_bytes = _total_bytes(job, index, slots)
+    moved_bytes = tasks.moved_bytes
+    if total_bytes:
+        moved_bytes = min(moved_bytes, total_bytes)  # a file has a header, too
     failure = history.failure
     if level.failure:
         failure = Redaction(settings.storage_options or {}).clean(level.failure)
@@ -168,9 +157,9 @@ def _level_facts(job: JobCore, index: int, history: LevelHistory) -> LevelFacts:
         complete_ns=complete_ns,
         bytes_per_s=bytes_per_s,
         storing=_step_of(tasks.writing),
-        moved_bytes=0,
-        total_bytes=0,
-        waiting=0,
+        moved_bytes=moved_bytes,
+        total_bytes=total_bytes,
+        waiting=_num_waiting(core, job, index),
         is_failing=bool(level.failure),
         failure=failure,
         failed_ns=history.failed_ns,
@@ -197,13 +186,5 @@ def _total_bytes(job: JobCore, index: int, slots: NodeSlots) -> int:
 
 def _num_waiting(core: Core, job: JobCore, index: int) -> int:
     """Return the number of required steps that a level neither has nor is storing."""
-    wants = core.ranks.wants
-    keys = set(wants.required)
-    if index == 0:
-        keys.update(named.key for named in wants.names)
-    level = job.node.levels[index]
-    keys -= {*level.order.complete, *level.order.given_up, *job.node.order.lost}
-    writing = job.level_tasks[index].writing
-    if writing is not None:
-        keys.discard(writing)
-    return len(keys)
+    keys = job.node.unanswered_at(index, core.ranks.wants)
+    return len(keys - {job.level_tasks[index].writing})

@@ -42,8 +42,7 @@ from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.budget import NODE
 from lazysnap.memory.capture_reader import CaptureAborted, CaptureReader
 from lazysnap.parity.codes import Code, multiply_add
-from lazysnap.parity.groups import Group
-from lazysnap.parity.pieces import CHECKSUM_BYTES, Pieces
+from lazysnap.parity.groups import CHECKSUM_BYTES, Group, Pieces
 from lazysnap.peers.messages import PartOf, PeerRefused
 from lazysnap.peers.reader import PeerReader
 
@@ -62,7 +61,7 @@ class ParitySet:
 
     description: HeldParity
     files: dict[int, memoryview]
-    """Stripes by number; see ``parity.pieces``."""
+    """Stripes by number; see ``parity.groups``."""
     identity: int = field(default_factory=partial(secrets.randbits, 63))
     """A random number that identifies this computation of the parity."""
 
@@ -78,7 +77,7 @@ class ParitySet:
 
 
 class ParityStore:
-    """The parity that a keeper holds. Thread-safe. It outlives starts: only ``delete`` releases parity."""
+    """The parity that a keeper holds. Thread-safe. It outlives starts: only ``delete`` and ``clear`` release parity."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,6 +125,12 @@ class ParityStore:
                     self._spare = list(parity.files.values())
             self._sets = kept
 
+    def clear(self) -> None:
+        """Free all parity, and its memory."""
+        with self._lock:
+            self._sets = []
+            self._spare = []
+
     @property
     def size_bytes(self) -> int:
         """Return the bytes of memory that it takes."""
@@ -165,7 +170,8 @@ class ParityContext:
     """The data of a start for the tasks of redundancy. ``settings.redundancy`` is set."""
 
     settings: JobSettings
-    peers: PeerSettings
+    peers: PeerSettings | None
+    """The other nodes; None if they are not known yet."""
     store: ParityStore
     pace: RateLimiter
     """Limit for the bytes read from other nodes. See ``RedundancySettings.max_bytes_per_s``."""
@@ -264,10 +270,13 @@ class GroupReader:
             self._readers[position] = self._reader(redundancy.members[position])
 
     def _reader(self, node: int) -> PeerReader:
-        address = self._context.peers.addresses[node]
+        peers = self._context.peers
+        if peers is None:
+            raise KeeperError("the other nodes of this start are not known yet")
+        address = peers.addresses[node]
         if not address.port:
             raise KeeperError(f"node {node} has no address at which others reach its keeper")
-        return PeerReader(self._context.peers.secret, (address.host, address.port), beat=self._control.beat)
+        return PeerReader(peers.secret, (address.host, address.port), beat=self._control.beat)
 
     def connect(self) -> None:
         """Connect to all nodes of the group. Blocks. Raises: LazySnapError, naming a node that cannot be reached."""

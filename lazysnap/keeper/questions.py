@@ -53,7 +53,7 @@ class HeldMember(Struct, frozen=True):
 
 
 class HeldParity(Struct, frozen=True):
-    """Parity of one step of one group (``parity.pieces``)."""
+    """Parity of one step of one group (``parity.groups``)."""
 
     run_id: str
     start: str

@@ -24,7 +24,6 @@ from lazysnap.core.actions import (
     Failed,
     ListLevel,
     Missed,
-    NamesSet,
     ProbeLevel,
     SetNames,
     StepStored,
@@ -83,7 +82,7 @@ class TaskControl:
         now = time.monotonic()
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
-            self._post(TaskMoved(self.task.level, self.task.number))
+            self._post(TaskMoved(self.task.number, self.moved_bytes))
 
     def count(self, num_bytes: int) -> None:
         """Count bytes that were moved, on any thread. See ``levels.source.ByteCounter``."""
@@ -142,8 +141,7 @@ def _do_task(task: Task, files: LevelFiles, slots: NodeSlots, control: TaskContr
         case DeleteFiles():
             files.delete(files.open(control.beat), task.keys)
         case SetNames():
-            storage = files.open(control.beat)
-            return NamesSet(task.number, files.set_names(storage, task.added, task.released))
+            files.set_names(files.open(control.beat), task.added, task.released)
         case ProbeLevel():
             files.probe(control.beat)
     return TaskEnded(task.number)

@@ -126,24 +126,16 @@ def _open_names(state: TrainerState, sent: TrainerState, answer: KeeperState) ->
     """Return the names that the first level may still get, and the lost ones: see ``lost_names``."""
     open_names = []
     for named in state.names:
-        if named not in sent.names or not _is_given_or_refused(named, state, answer):
+        if named not in sent.names or named not in answer.names:
             open_names.append(named)
     return tuple(open_names)
-
-
-def _is_given_or_refused(named: NamedStep, state: TrainerState, answer: KeeperState) -> bool:
-    first_url = ""
-    if state.job is not None and state.job.levels:
-        first_url = state.job.levels[0].url
-    is_refused = any(refusal.name == named.name and refusal.url == first_url for refusal in answer.name_refusals)
-    return is_refused or named in answer.names
 
 
 def lost_names(state: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:
     """Return the requested names whose snapshots will never be stored. They stay requested until they are reported."""
     lost = []
     for named in state.names:
-        if named.key in answer.lost and not _is_given_or_refused(named, state, answer):
+        if named.key in answer.lost and named not in answer.names:
             lost.append(named)
     return tuple(lost)
 
@@ -160,7 +152,7 @@ def are_names_answered(state: TrainerState, answer: KeeperState) -> bool:
     if any(is_removed(named, state.released) for named in answer.names):
         return False
     lost = lost_names(state, answer)
-    return all(named in lost or _is_given_or_refused(named, state, answer) for named in state.names)
+    return all(named in lost or named in answer.names for named in state.names)
 
 
 def _open_releases(state: TrainerState, sent: TrainerState, answer: KeeperState) -> tuple[NamedStep, ...]:

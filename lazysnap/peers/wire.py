@@ -16,7 +16,7 @@ from msgspec import DecodeError, Struct, msgpack
 
 _HEAD = struct.Struct("!IQ")
 HEAD_BYTES = _HEAD.size
-PROTOCOL = b"lazysnap", 10
+PROTOCOL = b"lazysnap", 11
 """Letters, and the version of all messages between keepers, incremented with every visible change."""
 MAX_FRAME_BYTES = 4 << 20
 """Maximum bytes of a message, as between a trainer and its keeper: each is the whole state of its sender."""

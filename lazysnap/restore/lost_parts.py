@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lazysnap.keeper.questions import HeldParity
-from lazysnap.parity.groups import Group
-from lazysnap.parity.pieces import Pieces, can_rebuild
+from lazysnap.parity.groups import Group, Pieces, can_rebuild
 from lazysnap.resolver import PARITY, Entry, SnapshotKey
 
 _DISTANCE = 1

@@ -14,7 +14,7 @@ from lazysnap.errors import FormatError, LazySnapError
 from lazysnap.keeper.node_part import find_shard
 from lazysnap.levels.blocks import Blocks, Buffers
 from lazysnap.parity.codes import Code, multiply_add
-from lazysnap.parity.pieces import CHECKSUM_BYTES
+from lazysnap.parity.groups import CHECKSUM_BYTES
 from lazysnap.peers.messages import ParityOf, PartOf
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import LostPart

@@ -1,14 +1,18 @@
 """Single decisions of the core that the model shows too rarely, or not at all."""
 
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
-from msgspec import structs
+from msgspec import Struct, structs
 from support.core_world import slot_view
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.core import actions
 from lazysnap.core.actions import Hold, Listed, ListLevel, SlotsSeen, TrainerReported, WriteLevel
 from lazysnap.core.core import Core
-from lazysnap.core.job import SILENCE_S, UNPROTECTED_S, UNREACHED_S
+from lazysnap.core.job import SILENCE_S, UNPROTECTED_S, UNREACHED_S, JobCore
 from lazysnap.core.level_grants import LevelGrants
 from lazysnap.core.lifecycle import START_GRACE_S, Phase
 from lazysnap.core.messages import (
@@ -20,7 +24,6 @@ from lazysnap.core.messages import (
     LevelSettings,
     MemoryWish,
     NamedStep,
-    NameRefusal,
     Order,
     RedundancySettings,
     Report,
@@ -37,6 +40,33 @@ SETTINGS = JobSettings("run", (LEVEL,))
 PAIR = structs.replace(SETTINGS, redundancy=RedundancySettings(members=(0, 1, 2), parity=1), world_size=3, num_nodes=3)
 PARITY = RedundancySettings(members=(0, 1, 2), parity=2)
 STATE = TrainerState(local_rank=0, start=START, step=-1, job=SETTINGS, memory=MemoryWish(3, 0, 1))
+
+
+def digest_of(settings: JobSettings) -> int:
+    """Return the hash by which keepers recognize the settings of their job."""
+    return JobCore(settings, itertools.count(1), {}, 0.0).digest
+
+
+def each_changed(settings: Struct) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each field, and the settings with another value there."""
+    for field in structs.fields(settings):
+        value = getattr(settings, field.name)
+        match value:
+            case bool():
+                other: object = not value
+            case int() | float():
+                other = value + 1
+            case str():
+                other = f"{value}x"
+            case dict():
+                other = {}
+            case tuple():
+                other = value[:-1]
+            case RedundancySettings():
+                other = None
+            case None:
+                other = 5
+        yield field.name, structs.replace(settings, **{field.name: other})
 
 
 def slot(slot_id: int, step: int, *, is_whole: bool = True, is_held: bool = False) -> SlotView:
@@ -173,7 +203,7 @@ class TestMemory:
         assert not of_kind(driver.pass_time(MEMORY_RETRY_S / 2), actions.MakeSlot)
         assert of_kind(driver.pass_time(MEMORY_RETRY_S / 2), actions.MakeSlot)
         # Until the answer comes there is nothing to wake for: a time in the past would keep the loop busy.
-        assert driver.core.wake_at() is None or driver.core.wake_at() > driver.now
+        assert driver.core.wake_at is None or driver.core.wake_at > driver.now
 
     def test_slots_that_are_about_to_be_returned_are_waited_for_without_a_word(self):
         driver = Driver()
@@ -231,7 +261,7 @@ class TestStarts:
 
         done = driver.report(structs.replace(STATE, start=START + 1, job=other), pid=200, connection=2)
 
-        assert actions.CancelTask(0, before.number) in done
+        assert actions.CancelTask(before.number) in done
         assert actions.BeginJob(other) in done
         [after] = of_kind(done, ListLevel)
         assert after.number > before.number
@@ -285,18 +315,18 @@ class TestStarts:
 
 
 class TestNames:
-    def test_a_name_that_a_level_refuses_is_reported_and_not_tried_again(self):
+    def test_a_name_is_given_once_the_level_has_the_step(self):
         driver, step = driver_with_a_grant()
         named = NamedStep("mine", StepKey(START, step))
-        driver.report(structs.replace(STATE, names=(named,)))
+
+        done = driver.report(structs.replace(STATE, names=(named,)))
+        assert not of_kind(done, actions.SetNames)
         driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
         done = driver.step(actions.StepStored(driver.core.job.level_tasks[0].task.number))
         [task] = of_kind(done, actions.SetNames)
+        done = driver.step(actions.TaskEnded(task.number))
 
-        refusal = NameRefusal("level", "mine", "a file of somebody else")
-        done = driver.step(actions.NamesSet(task.number, (refusal,)))
-
-        assert driver.sent(done).name_refusals == (refusal,)
+        assert driver.sent(done).names == (named,)
         assert not of_kind(done, actions.SetNames)
 
     def test_a_name_is_not_given_before_the_fastest_level_that_has_the_step_gave_it(self):
@@ -308,12 +338,12 @@ class TestNames:
         driver.see(THREE_EMPTY)
         done = driver.step(Listed(listing[1].number, (key,)))
         [slower] = of_kind(done, actions.SetNames)
-        driver.step(actions.NamesSet(slower.number))
+        driver.step(actions.TaskEnded(slower.number))
         assert driver.core.common_state().names == ()
 
         done = driver.step(Listed(listing[0].number, (key,)))
         [faster] = of_kind(done, actions.SetNames)
-        done = driver.step(actions.NamesSet(faster.number))
+        done = driver.step(actions.TaskEnded(faster.number))
 
         assert driver.sent(done).names == (named,)
 
@@ -321,7 +351,7 @@ class TestNames:
 class TestTheEnd:
     def test_a_keeper_that_nobody_comes_to_ends(self):
         driver = Driver()
-        assert driver.core.wake_at() == START_GRACE_S
+        assert driver.core.wake_at == START_GRACE_S
         assert actions.Finish() in driver.pass_time(START_GRACE_S)
 
     def test_a_trainer_that_comes_only_to_say_that_training_is_over_ends_the_keeper(self):
@@ -359,10 +389,10 @@ class TestTheEnd:
         driver.see((slot(0, 4), empty(1), empty(2)))
         done = driver.see((slot(0, 4, is_held=True), empty(1), empty(2)))
         [write] = of_kind(done, WriteLevel)
-        driver.step(actions.TaskMoved(0, write.number))
+        driver.step(actions.TaskMoved(write.number))
 
         driver.now += START_GRACE_S
-        assert not of_kind(driver.step(actions.TaskMoved(0, write.number)), actions.Finish)
+        assert not of_kind(driver.step(actions.TaskMoved(write.number)), actions.Finish)
         assert not of_kind(driver.pass_time(1.0), actions.Finish)
         assert actions.Finish() in driver.step(actions.StepStored(write.number))
 
@@ -646,7 +676,7 @@ class TestRequiredSteps:
         done = driver.report(TrainerState(local_rank=0, memory=MemoryWish(2, 0, 1)), pid=200, connection=2)
 
         assert not of_kind(done, actions.Release)
-        assert driver.core.job.node.protected == StepKey(START, 4)
+        assert driver.core.job.node.last_protected == StepKey(START, 4)
         assert driver.core.job.node.levels[0].stored == {StepKey(START, 4)}
 
 
@@ -719,7 +749,7 @@ class TestWhatIsStoredFirst:
         named = NamedStep("mine", StepKey(START, step + 1))
         done = driver.report(structs.replace(STATE, names=(named,)))
 
-        assert actions.CancelTask(0, write.number) in done
+        assert actions.CancelTask(write.number) in done
         assert Hold(0, 1, sequence=step + 2, num_kept=1) in done
 
     def test_the_end_of_a_cancelled_write_does_not_give_up_the_next_grant_of_its_step(self):
@@ -729,7 +759,7 @@ class TestWhatIsStoredFirst:
         driver.see((slot(0, step, is_whole=False, is_held=True), older, empty(2)))
         cancelled = driver.core.job.level_tasks[0].task
         state = structs.replace(STATE, names=(NamedStep("mine", StepKey(START, step - 1)),))
-        assert actions.CancelTask(0, cancelled.number) in driver.report(state)
+        assert actions.CancelTask(cancelled.number) in driver.report(state)
         driver.see((slot(0, step, is_held=True), older, empty(2)))
         driver.report(structs.replace(state, is_sealed=True))
 
@@ -824,13 +854,24 @@ class TestOtherNodes:
     @pytest.mark.parametrize("change", [{"levels": (structs.replace(LEVEL, is_shared=False),)}, {"redundancy": PARITY}])
     def test_what_a_keeper_with_other_settings_reports_does_not_count(self, change):
         """It may serve the start before: it stores only its share, or protects against the loss of fewer nodes."""
-        digests = []
-        for settings in (PAIR, structs.replace(PAIR, **change)):
-            driver = Driver()
-            driver.report(structs.replace(STATE, job=settings))
-            digests.append(driver.core.job.digest)
+        assert digest_of(PAIR) != digest_of(structs.replace(PAIR, **change))
 
-        assert digests[0] != digests[1]
+    def test_all_settings_must_be_the_same_on_all_nodes_but_those_that_a_node_has_of_its_own(self):
+        level = structs.replace(LEVEL, storage_options={"key": "a"})
+        redundancy = RedundancySettings(members=(0, 1, 2))
+        settings = structs.replace(PAIR, levels=(level,), redundancy=redundancy)
+
+        same = {name for name, changed in each_changed(settings) if digest_of(changed) == digest_of(settings)}
+        for name, changed in each_changed(level):
+            if digest_of(structs.replace(settings, levels=(changed,))) == digest_of(settings):
+                same.add(f"level {name}")
+        for name, changed in each_changed(redundancy):
+            if digest_of(structs.replace(settings, redundancy=changed)) == digest_of(settings):
+                same.add(f"redundancy {name}")
+
+        of_a_node = {"ranks", "node", "redundancy members", "redundancy max_bytes_per_s"}
+        of_a_node |= {f"level {name}" for name in ("url", "storage_options", "max_bytes_per_s", "timeout_s")}
+        assert same == of_a_node
 
     def test_a_run_that_goes_on_from_a_late_step_is_not_told_that_nothing_was_protected_before_a_step_is_due(self):
         driver = Driver()

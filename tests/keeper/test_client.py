@@ -24,7 +24,6 @@ from lazysnap.core.messages import (
     LevelState,
     MemoryWish,
     NamedStep,
-    NameRefusal,
     StepKey,
     TrainerState,
 )
@@ -531,9 +530,9 @@ def test_names_are_given_moved_and_taken_away(client, begun):
     best = NamedStep("best", StepKey(START, 2))
     bad = NamedStep("bad", StepKey(START, 2))
     begun.state(lambda state: state.names == (best, bad))
-    begun.send(names=(best,), name_refusals=(NameRefusal("/b", "bad", "why not"),))
+    begun.send(names=(best,))
     begun.state(lambda state: state.names == (bad,))
-    begun.send(names=(best,), name_refusals=(NameRefusal("/a", "bad", "why not"),))
+    begun.send(names=(best,), lost=(bad.key,))
     begun.state(lambda state: not state.names)
 
     client.release("best")
@@ -574,10 +573,8 @@ def test_names_are_answered_once_the_first_level_has_them_or_never_will():
     assert trainer_requests.are_names_answered(nothing, KeeperState())
     assert not is_answered()
     assert not is_answered(names=(good, NamedStep("old", StepKey(1, 1))))
-    assert not is_answered(name_refusals=(NameRefusal("/b", "good", "-"),))
     assert is_answered(names=(good,))
     assert is_answered(lost=(key,))
-    assert is_answered(name_refusals=(NameRefusal("/a", "good", "-"),))
     assert is_answered(levels=(LevelState(is_failing=True),))
 
 

@@ -98,12 +98,17 @@ def ask_as_stranger(**question):
     """Ask as a process that trains nothing. Returns: the frame with the answer."""
     with contextlib.closing(try_connect(identity_of(JOB_ID))) as channel:
         channel.send(Question(**question))
-        frames = []
-        while not frames:
-            channel.wait(10.0)
-            frames = channel.receive()
-            assert frames is not None
-        return frames[0]
+        return next_frame(channel)
+
+
+def next_frame(channel):
+    """The next message of the keeper, and its descriptors."""
+    frames = []
+    while not frames:
+        channel.wait(10.0)
+        frames = channel.receive()
+        assert frames is not None, "the keeper ended without an answer"
+    return frames[0]
 
 
 def have_checksums():
@@ -262,6 +267,28 @@ def test_a_keeper_whose_trainer_died_ends_when_asked():
     frame = ask_as_stranger(about="stop")
 
     assert not frame.message.text
+    until(is_gone)
+
+
+def test_each_process_that_asks_a_keeper_to_end_gets_an_answer(make_ready, tmp_path):
+    """Both ask while the newest capture is being stored, at a level that takes two seconds for it."""
+    level = LevelSettings(str(tmp_path / "level"), every_n_steps=1, max_bytes_per_s=IMAGE_BYTES // 2)
+    trainer = make_ready()
+    trainer.change(job=structs.replace(JOB, levels=(level,)))
+    trainer.capture(3)
+    trainer.change(farewell=Farewell.LEFT)
+    trainer.until_over()
+
+    with contextlib.ExitStack() as stack:
+        channels = []
+        for number in (1, 2):
+            channel = stack.enter_context(contextlib.closing(try_connect(identity_of(JOB_ID))))
+            channel.send(Question(about="stop", number=number))
+            channels.append(channel)
+        answers = [next_frame(channel).message for channel in channels]
+
+    assert [answer.number for answer in answers] == [1, 2]
+    assert [answer.durable for answer in answers] == [{level.url: 3}] * 2
     until(is_gone)
 
 

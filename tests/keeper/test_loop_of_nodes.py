@@ -36,14 +36,14 @@ def nodes():
             os.kill(trainer.keeper.pid, signal.SIGKILL)
 
 
-def begin(trainers, **settings):
+def begin(trainers, start=START, **settings):
     """Begin one start on all nodes."""
     addresses = tuple(PeerAddress("127.0.0.1", free_port()) for _ in range(2))
     secret = draw_secret()
     for node, trainer in enumerate(trainers):
         trainer.until_state(lambda state: len(state.slots) == 4)
         job = structs.replace(JOB, ranks=(node,), world_size=2, node=node, num_nodes=2, **settings)
-        trainer.change(start=START, step=0, job=job, peers=PeerSettings("nodes", node, secret, addresses))
+        trainer.change(start=start, step=0, job=job, peers=PeerSettings("nodes", node, secret, addresses))
 
 
 def test_a_step_is_complete_once_all_nodes_stored_it(nodes, tmp_path):
@@ -63,15 +63,7 @@ def test_a_step_is_complete_once_all_nodes_stored_it(nodes, tmp_path):
 
 
 def test_captures_are_protected_by_the_other_node(nodes):
-    begin(nodes, redundancy=RedundancySettings(every_n_steps=1, members=(0, 1)))
-
-    step = 0
-    while any(trainer.keeper.protected is None for trainer in nodes):
-        step += 1
-        assert step < 300, nodes[0].keeper
-        for trainer in nodes:
-            trainer.capture_free(step)
-            trainer.read(timeout_s=0.05)
+    protect(nodes)
 
     def holds_what_is_protected(trainer):
         answer, _ = trainer.ask(about="memory")
@@ -79,3 +71,32 @@ def test_captures_are_protected_by_the_other_node(nodes):
 
     for trainer in nodes:  # an answer may be older than the state that came before it
         until(partial(holds_what_is_protected, trainer))
+
+
+def test_parity_goes_once_a_start_without_redundancy_has_captures_of_its_own(nodes):
+    protect(nodes)
+
+    begin(nodes, start=START + 1)
+
+    def holds_parity(trainer):
+        answer, _ = trainer.ask(about="status")
+        return answer.status.parity_bytes > 0
+
+    assert all(holds_parity(trainer) for trainer in nodes)
+    for step in range(1, 5):
+        for trainer in nodes:
+            trainer.capture_free(step)
+    for trainer in nodes:
+        until(lambda trainer=trainer: not holds_parity(trainer))
+
+
+def protect(nodes):
+    """Capture steps until one is protected."""
+    begin(nodes, redundancy=RedundancySettings(every_n_steps=1, members=(0, 1)))
+    step = 0
+    while any(trainer.keeper.protected is None for trainer in nodes):
+        step += 1
+        assert step < 300, nodes[0].keeper
+        for trainer in nodes:
+            trainer.capture_free(step)
+            trainer.read(timeout_s=0.05)

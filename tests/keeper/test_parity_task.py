@@ -19,8 +19,7 @@ from lazysnap.keeper.parity import ParityStore
 from lazysnap.levels.blocks import WantedBytes
 from lazysnap.levels.watched import RateLimiter
 from lazysnap.memory.capture_reader import CaptureAborted
-from lazysnap.parity.groups import Group
-from lazysnap.parity.pieces import Pieces
+from lazysnap.parity.groups import Group, Pieces
 from lazysnap.peers.secret import draw_secret
 from lazysnap.resolver import Entry
 from lazysnap.restore.lost_parts import lost_parts

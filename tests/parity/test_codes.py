@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from lazysnap.errors import ConfigError
 from lazysnap.parity.codes import Code, IsaL, Numpy, isal_paths, library, multiply_add, product, quotient
-from lazysnap.parity.groups import Group
-from lazysnap.parity.pieces import Pieces
+from lazysnap.parity.groups import Group, Pieces
 
 SIZES = (1000, 0, 4097, 64, 1, 777, 4096, 2500)
 """Of the parts; of what size they are must not matter."""

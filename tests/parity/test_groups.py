@@ -9,8 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lazysnap.errors import ConfigError
-from lazysnap.parity.groups import Group, groups_of
-from lazysnap.parity.pieces import Pieces
+from lazysnap.parity.groups import Group, Pieces, groups_of
 
 SCHEMES = [(2, 1), (8, 1), (8, 2), (8, 4), (5, 4), (16, 3)]
 """(size, parity)"""

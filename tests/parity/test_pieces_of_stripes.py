@@ -6,8 +6,7 @@ import random
 import pytest
 
 from lazysnap.parity.codes import Code, multiply_add
-from lazysnap.parity.groups import Group
-from lazysnap.parity.pieces import Pieces, can_rebuild
+from lazysnap.parity.groups import Group, Pieces, can_rebuild
 
 SHAPES = [(2, 1), (3, 1), (3, 2), (5, 2), (8, 1), (8, 3)]
 

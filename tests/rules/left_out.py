@@ -50,12 +50,10 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
     "core/test_core.py::TestNames::test_a_name_is_not_given_before_the_fastest_level_that_has_the_step_gave_it": [
         ("core/job.py", "JobCore.given_names", "not any((self._is_to_name(faster, named) for faster in range(index)))"),
         ("core/job.py", "JobCore._is_to_name", "level.progress is GrantProgress.LISTING"),
-        ("core/job.py", "JobCore._is_to_name", "self.level_tasks[index].may_give(named)"),
+        ("core/job.py", "JobCore._is_to_name", "named.key in level.stored"),
     ],
-    "core/test_core.py::TestNames::test_a_name_that_a_level_refuses_is_reported_and_not_tried_again": [
-        ("core/tasks.py", "LevelTasks._names_to_set", "self.may_give(named)"),
-        ("core/tasks.py", "LevelTasks.may_give", "named.key in self.level.stored"),
-        ("core/tasks.py", "LevelTasks.may_give", "not is_refused"),
+    "core/test_core.py::TestNames::test_a_name_is_given_once_the_level_has_the_step": [
+        ("core/tasks.py", "LevelTasks._names_to_set", "named.key in level.stored"),
     ],
     "core/test_core.py::TestOtherNodes::test_a_report_on_an_earlier_grant_of_the_same_step_does_not_count": [
         ("core/coordinator.py", "Coordinator._count_grant", "report.version != level.version"),
@@ -71,7 +69,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._overtake_grants", "self._may_be_overtaken(index)"),
     ],
     "core/test_core.py::TestRequiredSteps::test_what_is_protected_stays_while_a_trainer_with_fewer_slots_restores": [
-        ("core/node.py", "Node.keys_to_hold", "self.protected is not None"),
+        ("core/node.py", "Node.keys_to_hold", "self.last_protected is not None"),
     ],
     "core/test_core.py::TestRequiredSteps::test_one_that_is_to_be_protected_takes_the_place_of_a_grant_ahead": [
         (
@@ -113,7 +111,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         (
             "core/job.py",
             "JobCore._with_newest",
-            "self._rescued is None or not self.node.unanswered([self._rescued], ())",
+            "self._rescued is None or not self.node.unanswered(Wants(required=frozenset({self._rescued})))",
         ),
     ],
     "core/test_core.py::TestTheEnd::test_a_required_step_that_only_a_faster_level_has_is_copied_before_the_end": [
@@ -195,7 +193,6 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/job.py", "JobCore.deadlines", "self._protected_at + UNPROTECTED_S > now"),
         ("core/job.py", "JobCore._is_alone", "self.coordinator.is_alone"),
         ("core/job.py", "JobCore._exchange", "report != self._sent_report"),
-        ("core/job.py", "JobCore.repeat_state", "now < self._repeat_at"),
         ("core/tasks.py", "LevelTasks.deadlines", "not self.level.is_ready"),
         ("core/tasks.py", "LevelTasks.ended", "self.task.number != event.number"),
         ("core/tasks.py", "LevelTasks._next_task", "self.level.progress is GrantProgress.LISTING"),

@@ -177,7 +177,7 @@ class SimTask:
             names = self.world.names[task.level]
             names.update(task.added)
             names.difference_update(task.released)
-            self._end(actions.NamesSet(task.number))
+            self._end(actions.TaskEnded(task.number))
         elif isinstance(task, actions.WriteLevel):
             self.disk.leftovers.add(task.key)
             self._await_source()
@@ -220,12 +220,12 @@ class SimTask:
             return
         if self.world.now >= self._moved_at + 0.5:
             self._moved_at = self.world.now
-            self.keeper.handle(actions.TaskMoved(task.level, task.number))
+            self.keeper.handle(actions.TaskMoved(task.number))
         self._after(self.world.setting.step_s / 10, self._await_source)
 
     def _write(self, seconds_left: float) -> None:
         """Move bytes, and say so now and then. A hang may come at any of these moments."""
-        self.keeper.handle(actions.TaskMoved(self.task.level, self.task.number))
+        self.keeper.handle(actions.TaskMoved(self.task.number))
         if not self.keeper.is_alive:
             return
         if self.is_cancelled:
@@ -329,9 +329,9 @@ class SimKeeper:
                 self.node.slots(action.rank)[action.slot_id].void(action.sequence)
                 self._must_look = True
             case actions.CancelTask():
-                self.tasks[action.level].is_cancelled = True
+                self.tasks[action.number].is_cancelled = True
             case actions.Task():
-                self.tasks[action.level] = SimTask(self, action)
+                self.tasks[action.number] = SimTask(self, action)
             case actions.MakeSlot():
                 world.after(0.01, self._add_slot, action.rank)
             case actions.SendToTrainer():
@@ -359,7 +359,7 @@ class SimKeeper:
         self.handle(actions.SlotMade(rank))
 
     def _set_timer(self) -> None:
-        wake_at = self.core.wake_at()
+        wake_at = self.core.wake_at
         if wake_at is not None and wake_at != self._timer_at:
             self.world.at(wake_at, self._time_passed, wake_at)
         self._timer_at = wake_at

@@ -91,7 +91,7 @@ class FedKeeper:
 
     def state(self) -> NodeState | None:
         """What people get to know."""
-        return node_state(self.core, self.slots, 0, self.log, {})
+        return node_state(self.core, self.slots, 0, self.log)
 
     def close(self) -> None:
         """End it."""
