@@ -189,7 +189,7 @@ def parity_of(step, data):
     return ParitySet(held, {0: memoryview(bytearray(data))})
 
 
-def test_parity_is_read_until_it_is_released(sources, store):
+def test_parity_is_read_until_it_is_freed(sources, store):
     what = ParityOf(TEXT, 4, 0)
     with pytest.raises(CaptureAborted, match="no parity of stripe 0 of step 4"):
         sources.open(what)
@@ -200,7 +200,7 @@ def test_parity_is_read_until_it_is_released(sources, store):
     with pytest.raises(CaptureAborted, match="no parity of stripe 1"):
         sources.open(ParityOf(TEXT, 4, 1))
     store.add(parity_of(4, b"abd"))
-    with pytest.raises(CaptureAborted, match="released"):
+    with pytest.raises(CaptureAborted, match="freed"):
         source.check()
     assert sources.open(what).identity != source.identity
     store.delete([first.key])
