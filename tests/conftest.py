@@ -88,20 +88,26 @@ def pytest_ignore_collect(collection_path, config):
     return True if is_slow and "mark.quick" not in text else None
 
 
+def _needs_server(item):
+    return any(name in REAL_SERVERS for name in item.fixturenames)
+
+
 def _is_slow(item):
     if item.get_closest_marker("quick"):
         return False
     if item.get_closest_marker("slow") or item.path.parent.name in TRAINING_FOLDERS:
         return True
-    return any(name in REAL_SERVERS for name in item.fixturenames)
+    return _needs_server(item)
 
 
-def _group(item):
-    """The tests of the quick tier with one name here run on one worker; ``None``: this one runs anywhere."""
-    # They are few: one process that has imported the frameworks is enough for all of them.
-    if "zygote" in item.fixturenames:
+def _group(item, *, is_quick):
+    """The tests with one name here run on one worker; ``None``: this one runs anywhere."""
+    if _needs_server(item) and item.get_closest_marker("xdist_group") is None:
+        return "server"  # one server is enough for all of them
+    # In the quick tier they are few: one process that has imported the frameworks is enough for all of them.
+    if is_quick and "zygote" in item.fixturenames:
         return "zygote"
-    if item.path.parent.name == "huggingface":
+    if is_quick and item.path.parent.name == "huggingface":
         return "huggingface"
     return None
 
@@ -109,11 +115,10 @@ def _group(item):
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(config, items):
     is_quick = config.getoption("tier") == "quick"
-    if is_quick:
-        for item in items:
-            group = _group(item)
-            if group is not None:
-                item.add_marker(pytest.mark.xdist_group(group))
+    for item in items:
+        group = _group(item, is_quick=is_quick)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
     slow, quick = [], []
     for item in items:
         (slow if _is_slow(item) else quick).append(item)

@@ -30,8 +30,9 @@ def run(*arguments):
 
 
 @pytest.fixture
-def measured(report):
-    """Run a benchmark here, what it measures in processes of its own, and return its lines of a measure."""
+def measured(report, forking_python, monkeypatch):
+    """Run a benchmark here, and return its lines of a measure. Its workers are forked, their frameworks imported."""
+    monkeypatch.setattr(sys, "executable", forking_python)
 
     def measured(what, measure, *arguments):
         args = parser().parse_args([what, *map(str, arguments)])
@@ -232,14 +233,3 @@ def test_the_gpu_benchmark_without_a_device_says_what_to_do(report, monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
     assert "make gpu PYTHON=" in gpu.run(parser().parse_args(["gpu"]), report)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_the_time_from_a_kill_to_the_next_step_is_measured(measured):
-    how = ("--trainings", "lightning", "--loads", "idle", "--starts", "warm", "--kills", 1)
-
-    [found] = measured("restart", "restart", *how)
-
-    assert found["start"] == "warm"
-    assert found["restart_s"][0] > 0

@@ -11,28 +11,22 @@ def end_keepers():
 
 @pytest.fixture(scope="module")
 def make_shared_job(zygote, tmp_path_factory):
-    jobs = []
+    """Makes jobs for the tests of a module. Their keepers end with the module: ``tests/conftest.py``."""
 
     def make(name, **settings):
-        jobs.append(Job(zygote, tmp_path_factory.mktemp(name), **settings))
-        return jobs[-1]
+        return Job(zygote, tmp_path_factory.mktemp(name), **settings)
 
-    yield make
-    for job in jobs:
-        kill_keepers(job)
+    return make
 
 
 @pytest.fixture
 def make_job(zygote, tmp_path):
-    jobs = []
+    """Makes jobs for one test. Their keepers end with it: ``tests/conftest.py``."""
 
     def make(name="job", **settings):
-        jobs.append(Job(zygote, tmp_path / name, **settings))
-        return jobs[-1]
+        return Job(zygote, tmp_path / name, **settings)
 
-    yield make
-    for job in jobs:
-        kill_keepers(job)
+    return make
 
 
 @pytest.fixture

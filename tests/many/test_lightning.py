@@ -6,7 +6,6 @@ import re
 import pytest
 import torch
 from jobs import HERE
-from rank_keepers import kill_keepers
 from support.ports import free_port
 
 import lazysnap
@@ -70,16 +69,11 @@ class Fit:
 
 
 @pytest.fixture
-def make_fit(zygote, tmp_path, end_keepers):
-    fits = []
-
+def make_fit(zygote, tmp_path):
     def make(name, *, levels=False):
-        fits.append(Fit(zygote, tmp_path / name, levels=levels))
-        return fits[-1]
+        return Fit(zygote, tmp_path / name, levels=levels)
 
-    yield make
-    for fit in fits:
-        end_keepers(fit)
+    return make
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +85,6 @@ def whole_results(zygote, tmp_path_factory):
         if (strategy, world) not in known:
             fit = Fit(zygote, tmp_path_factory.mktemp("whole"), levels=False)
             assert fit.run(strategy, world) == [0] * world, fit.output()
-            kill_keepers(fit)
             known[strategy, world] = fit.results(), [fit.trace(rank) for rank in range(world)]
         return known[strategy, world]
 

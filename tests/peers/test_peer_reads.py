@@ -150,19 +150,16 @@ def test_a_source_is_read_while_it_fills(serve, connect):
     out = bytearray(len(DATA))
 
     def fill():
-        for upto in range(block, len(DATA) + 1, block):
-            time.sleep(0.03)
-            source.upto = upto
-        time.sleep(0.1)
-        source.is_whole = True
+        """One more block, each time that the reader has to wait; the end of the capture comes behind the last one."""
+        if source.upto == len(DATA):
+            source.is_whole = True
+        else:
+            source.upto += block
 
-    filler = threading.Thread(target=fill)
-    filler.start()
-    reader = connect()
+    reader = connect(beat=fill)
     for offset in range(0, len(DATA), block):
         reader.read_into(SLOT, offset, memoryview(out)[offset : offset + block])
     assert source.is_whole, "the block that reaches the end"
-    filler.join()
 
     assert out == DATA
 
@@ -273,11 +270,12 @@ def test_a_read_goes_on_at_the_next_keeper_of_the_node(serve, connect):
         reader.size(PART)
 
 
-def test_a_connection_that_the_keeper_closed_meanwhile_is_made_again(serve, connect):
+def test_a_connection_that_the_keeper_closed_meanwhile_is_made_again(serve, connect, port):
     serve({SLOT: whole()}, dataclasses.replace(QUICK, idle_s=0.3))
     reader = connect()
     assert reader.size(SLOT) == len(DATA)
-    time.sleep(1.0)
+    both_ends = sockets_at(port)
+    until(lambda: sockets_at(port) < both_ends)
     assert reader.size(SLOT) == len(DATA)
 
 

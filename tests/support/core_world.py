@@ -38,6 +38,10 @@ PATIENCE_S = 400
 MAX_EVENTS_AT_ONCE = 20_000
 
 
+Views = dict[int, tuple[SlotView, ...]]
+"""The views of the slots of a node, by rank."""
+
+
 class Broken(AssertionError):
     """A promise was broken."""
 
@@ -102,20 +106,21 @@ def slot_view(
 class SimSlot:
     """A slot. Trainers begin, commit and discard; keepers hold, release and void."""
 
-    def __init__(self, slot_id: int) -> None:
+    def __init__(self, node: "SimNode", slot_id: int) -> None:
+        self._node = node
         self.view = slot_view(slot_id, None, 0)
 
     def has(self, key: StepKey) -> bool:
         return self.view.step == key.step and self.view.start == key.start
 
     def begin(self, key: StepKey, sequence: int) -> None:
-        self.view = slot_view(self.view.slot_id, key, sequence, is_whole=False)
+        self._set(slot_view(self.view.slot_id, key, sequence, is_whole=False))
 
     def commit(self) -> None:
         self._change(phase=SlotPhase.WHOLE, watermark_bytes=SLOT_BYTES)
 
     def discard(self) -> None:
-        self.view = slot_view(self.view.slot_id, None, self.view.sequence)
+        self._set(slot_view(self.view.slot_id, None, self.view.sequence))
 
     def hold(self, sequence: int) -> None:
         if self.view.sequence == sequence:
@@ -129,7 +134,11 @@ class SimSlot:
             self._change(phase=SlotPhase.VOID)
 
     def _change(self, **words: object) -> None:
-        self.view = structs.replace(self.view, **words)
+        self._set(structs.replace(self.view, **words))
+
+    def _set(self, view: SlotView) -> None:
+        self.view = view
+        self._node.memory_changed()
 
 
 @dataclass
@@ -267,6 +276,8 @@ class SimKeeper:
         """Parity lives and dies with the keeper."""
         self._num_endless: dict[int, int] = {}
         self._must_look = False
+        self._seen: Views | None = None
+        """The slots that the core has seen; None: it must see them again."""
         self._timer_at: float | None = None
 
     def disk(self, level: int) -> Disk:
@@ -296,15 +307,21 @@ class SimKeeper:
         self._must_look = True
         while self._must_look and self.is_alive:
             self._must_look = False
-            self._step(actions.SlotsSeen(self._views()))
+            self._show_slots()
+
+    def _show_slots(self) -> None:
+        """Show the core the slots, unless it has seen just these and has nothing else to do either."""
+        views = self.node.views()
+        wake_at = self.core.wake_at()
+        is_time = wake_at is not None and wake_at <= self.world.now
+        if views is not self._seen or is_time:
+            self._seen = views
+            self._step(actions.SlotsSeen(views))
 
     def wake(self) -> None:
         if self.is_alive:
             self.look()
             self._set_timer()
-
-    def _views(self) -> dict[int, tuple[SlotView, ...]]:
-        return {rank: tuple(slot.view for slot in slots.values()) for rank, slots in self.node.memory.items()}
 
     def _step(self, event: actions.Event) -> None:
         for action in self.core.step(event, self.world.now):
@@ -324,6 +341,7 @@ class SimKeeper:
                 self.node.slots(action.rank)[action.slot_id].release()
                 self._must_look = True
             case actions.AdoptSlots():
+                self._seen = None
                 self._must_look = True
             case actions.VoidSlot():
                 self.node.slots(action.rank)[action.slot_id].void(action.sequence)
@@ -355,7 +373,8 @@ class SimKeeper:
         if not self.is_alive:
             return
         slot_id = self.world.random.getrandbits(60)
-        self.node.slots(rank)[slot_id] = SimSlot(slot_id)
+        self.node.slots(rank)[slot_id] = SimSlot(self.node, slot_id)
+        self.node.memory_changed()
         self.handle(actions.SlotMade(rank))
 
     def _set_timer(self) -> None:
@@ -380,9 +399,29 @@ class SimNode:
         self.memory: dict[int, dict[int, SimSlot]] = {}
         self.keeper: SimKeeper | None = None
         self.has_trainers = False
+        self._views: Views | None = None
+        """The views of all slots, until one of them changes."""
 
     def slots(self, rank: int) -> dict[int, SimSlot]:
-        return self.memory.setdefault(rank, {})
+        if rank not in self.memory:
+            self.memory[rank] = {}
+            self.memory_changed()
+        return self.memory[rank]
+
+    def views(self) -> Views:
+        if self._views is None:
+            self._views = {}
+            for rank, slots in self.memory.items():
+                self._views[rank] = tuple(slot.view for slot in slots.values())
+        return self._views
+
+    def memory_changed(self) -> None:
+        self._views = None
+        self.world.must_check_protected = True
+
+    def lose_memory(self) -> None:
+        self.memory = {}
+        self.memory_changed()
 
     def has_whole(self, key: StepKey) -> bool:
         """True if all ranks have the capture whole."""
@@ -397,8 +436,9 @@ class SimNode:
     def keeper_ended(self) -> None:
         """The keeper is gone; memory stays if a trainer has it."""
         self.keeper = None
+        self.world.must_check_protected = True
         if not self.has_trainers:
-            self.memory = {}
+            self.lose_memory()
 
     def kill_keeper(self) -> None:
         if self.keeper is not None:
@@ -567,13 +607,14 @@ class Training:
 
     def advance(self) -> None:
         """Let every rank take its next step that may."""
+        slowest = self.step
         for index, rank in enumerate(self.ranks):
             step = rank.taken + 1
             if rank.is_copying or (index, step) in self._scheduled:
                 continue
             if self.last_step is not None and step > self.last_step:
                 continue
-            if all(other.taken >= step - 1 for other in self.ranks):
+            if slowest >= step - 1:
                 self._scheduled.add((index, step))
                 self.world.after(self.world.compute_s(), rank.take_step, step)
 
@@ -623,7 +664,7 @@ class Training:
         for node in self.world.nodes:
             node.has_trainers = False
             if node.keeper is None:
-                node.memory = {}
+                node.lose_memory()
 
     def die(self) -> None:
         """All trainers end, as a launcher ends them all. Keepers notice a moment later."""
@@ -631,7 +672,7 @@ class Training:
         for node in self.world.nodes:
             node.has_trainers = False
             if node.keeper is None:
-                node.memory = {}
+                node.lose_memory()
         for rank in self.ranks:
             self.world.after(self.world.delay_s(), self._notice_death, rank)
 
@@ -663,6 +704,8 @@ class World:
         self.newest_reported: list[StepKey | None] = [None for _ in setting.levels]
         self.protected: StepKey | None = None
         """What was reported as protected, and no keeper died since."""
+        self.must_check_protected = False
+        """True if memory, parity or keepers changed since it was checked."""
         self.names: list[set[NamedStep]] = [set() for _ in range(len(setting.levels) + 1)]
         self.num_left_out = 0
         self.num_protected = 0
@@ -787,18 +830,20 @@ class World:
             self.check(not is_named or key not in self._stored_by_all(level), f"{key} has a name and is deleted")
         disk.committed.discard(key)
         disk.leftovers.discard(key)
+        self.must_check_protected = True
 
     def reported(self, keeper: SimKeeper, state: KeeperState) -> None:
         """A trainer receives what is complete and protected."""
         for level, level_state in enumerate(state.levels):
-            for key in level_state.complete:
-                self.check(key in self.was_complete[level], f"{key} was never complete at level {level}")
+            never_complete = set(level_state.complete) - self.was_complete[level]
+            self.check(not never_complete, f"{never_complete} were never complete at level {level}")
             self._note_newest(level, level_state.complete)
         if state.protected is not None and not self.parted:
             newest = max(state.protected, self.protected or state.protected)
             is_everywhere = all(self._protects(node, newest) for node in self.nodes)
             if is_everywhere and newest != self.protected:
                 self.protected = newest
+                self.must_check_protected = True
                 self.num_protected += 1
 
     def _note_newest(self, level: int, keys: Sequence[StepKey]) -> None:
@@ -816,8 +861,9 @@ class World:
 
     def _check_protected(self) -> None:
         """What was reported as protected stays on every node until something newer is there on every node."""
-        if self.protected is None:
+        if self.protected is None or not self.must_check_protected:
             return
+        self.must_check_protected = False
         if all(self._protects(node, self.protected) for node in self.nodes):
             return
         newer: set[StepKey] = set()

@@ -2,7 +2,9 @@
 
 usage: forked.py SOCKET [-u] SCRIPT [ARGUMENT ...]
        forked.py SOCKET -c PROGRAM [ARGUMENT ...]
-       forked.py SOCKET -m MODULE [ARGUMENT ...]  (by Python itself)
+       forked.py SOCKET -m MODULE [ARGUMENT ...]
+
+A module is run by Python itself, unless its package is in ``FORKED_PACKAGES``.
 """
 
 import contextlib
@@ -13,11 +15,13 @@ import socket
 import sys
 
 HANDED_ON = [signal.SIGTERM, signal.SIGUSR1]
+FORKED_PACKAGES = ("benchmarks",)
+"""A keeper, for one, must be a process that never had torch."""
 
 
 def main() -> None:
     path, *args = sys.argv[1:]
-    if args[0] == "-m":
+    if args[0] == "-m" and args[1].split(".")[0] not in FORKED_PACKAGES:
         os.execv(sys.executable, [sys.executable, *args])
     request = {"args": args[args[0] == "-u" :], "env": dict(os.environ)}
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as zygote:

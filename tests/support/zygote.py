@@ -212,6 +212,10 @@ def _run(request: dict, handles: Sequence[int] = ()) -> None:
         program = sys.argv.pop(1)
         sys.path[0] = ""
         exec(compile(program, "<string>", "exec"), {"__name__": "__main__"})
+    elif sys.argv[0] == "-m":
+        module = sys.argv.pop(1)
+        sys.path[0] = os.getcwd()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = os.path.dirname(sys.argv[0])
         runpy.run_path(sys.argv[0], run_name="__main__")
