@@ -9,9 +9,8 @@ from lazysnap.data.resumable import ResumableLoader
 from lazysnap.data.streams import collect_rng, restore_rng
 from lazysnap.errors import ConfigError, StateError
 from lazysnap.shard.manifest import EXTRAS, PRETRAINED
-from lazysnap.state.loading import check_loads, load_module
 from lazysnap.state.metrics import METRICS, check_metrics, collect_metrics, restore_metrics
-from lazysnap.state.modules import reordered_tensors, warn_of_reordered
+from lazysnap.state.modules import check_loads, load_module, reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, check_optimizers, classes_of, put_back
 from lazysnap.state.plain_dicts import check_dict, restore_dict
 from lazysnap.state.pretrained import pretrained

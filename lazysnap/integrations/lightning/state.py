@@ -38,8 +38,7 @@ from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import state_of_rank
 from lazysnap.shard.manifest import EXTRAS
 from lazysnap.state.codec import path_text
-from lazysnap.state.loading import check_loads, load_module
-from lazysnap.state.modules import reordered_tensors, warn_of_reordered
+from lazysnap.state.modules import check_loads, load_module, reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, classes_of, put_back
 from lazysnap.state.scalars import pack, plain_numbers, unpack
 from lazysnap.state.skipped import Path, SkippedValues, with_values_of
