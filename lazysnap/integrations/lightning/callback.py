@@ -14,10 +14,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
+from torch.nn.utils.prune import is_pruned
 
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.engine import SnapshotEngine
-from lazysnap.errors import ConfigError
+from lazysnap.errors import ConfigError, StateError
 from lazysnap.integrations.arguments import Arguments, place_beside
 from lazysnap.integrations.frameworks import Patches
 from lazysnap.integrations.lightning.framework import callback_bases, class_of_program, extended, new_of_class
@@ -159,8 +160,8 @@ class LazySnapshotCallback(WithEngine, Callback):
         with all batches of an accumulation, and continues with the next batch. Callbacks before this one in the
         trainer's list see the undone step; checkpoint callbacks do not.
 
-        Raises: ConfigError, also outside of a training. The fit raises SnapshotNotFound, if there is no such snapshot,
-        or WaitTimeout.
+        Raises: ConfigError, also outside of a training. The fit raises SnapshotNotFound, if there is no such snapshot;
+        StateError, after ``ModelPruning``; or WaitTimeout.
         """
         self._running_session().request_rollback(steps)
 
@@ -176,7 +177,16 @@ class LazySnapshotCallback(WithEngine, Callback):
         # The whole accumulation is dropped: its other batches belong to the same step.
         if epoch_loop._should_accumulate():
             return
-        session.roll_back()
+        try:
+            session.roll_back()
+        except StateError as error:
+            if not is_pruned(self._trainer.lightning_module):
+                raise
+            raise StateError(
+                "rollback: the module is pruned, and ModelPruning leaves the masks out of checkpoints, so that no "
+                "snapshot has them. Nothing was changed. Start the training again, which resumes and prunes again, or "
+                "use ModelPruning(..., make_pruning_permanent=False)"
+            ) from error
         # The loop counts the batch that just ended again at its end.
         epoch_loop._batches_that_stepped -= 1
 
