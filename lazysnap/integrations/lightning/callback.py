@@ -69,7 +69,7 @@ class LazySnapshotCallback(WithEngine, Callback):
         self.__class__ = extended(type(self))
         super().__init__()
         self._arguments = Arguments(
-            dirpath, every_n_steps, persist_every_n_steps, config, keep_best, "LazySnapshotCallback"
+            "LazySnapshotCallback", dirpath, every_n_steps, persist_every_n_steps, config, keep_best
         )
         self._reset()
 
