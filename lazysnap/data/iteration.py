@@ -22,7 +22,6 @@ from lazysnap.data.own_state import (
 from lazysnap.data.parts import base_of, is_iterable
 from lazysnap.data.plan import IterationPlan
 from lazysnap.data.streams import NOT_SEARCHED
-from lazysnap.data.workers import keep_streams
 
 if TYPE_CHECKING:
     from lazysnap.data.position import Position
@@ -228,8 +227,6 @@ class Iteration:
         has_ended = plan.start.get("has_ended", False)
         plan.follows = self._can_follow and not plan.is_asked and not has_ended and follow(plan)
         self._warn_of_inexact()
-        if plan.is_asked:
-            keep_streams([base])
         if not plan.follows:
             plan.passes = 0
             if not plan.is_asked:
@@ -239,7 +236,7 @@ class Iteration:
             if not keeps_loaded_state(base.dataset):
                 base.dataset.load_state_dict(plan.start["dataset"])
         elif "loader" in plan.start:
-            plan.load_own()
+            base.load_state_dict(plan.start["loader"])
             self._inner = rest_of(base, self._make)
             self._begin_nodes()
         else:
@@ -264,7 +261,7 @@ class Iteration:
         self._inner._cached_state_dict = None  # otherwise it would be their later state
         if has_next:
             self._plan.begin()
-            self._plan.load_own()
+            self._base.load_state_dict(self._plan.start["loader"])
             self._inner = rest_of(self._base, self._make)
 
     def _warn_of_inexact(self) -> None:

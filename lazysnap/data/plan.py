@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lazysnap.data.digests import digest_of
 from lazysnap.data.layout import is_first_rank
-from lazysnap.data.own_state import COUNTERS, is_asked, load_loader, saves_position, state_of_loader
+from lazysnap.data.own_state import is_asked, saves_position
 from lazysnap.data.parts import attributes_of, base_of, is_iterable
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Checkpoint = dict[str, Any]
 """``at``, and ``loader``; or ``dataset`` and ``has_ended``; or ``seed`` and states of the ``workers``."""
 
+_COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
+"""Counters of batches that iterators keep."""
 _OTHER_ORDER = (
     "the sampler of %s gives this epoch in another order than before the restart: some samples are skipped and others "
     "trained twice. Its order comes from something that no snapshot holds, or it draws from the global random "
@@ -107,10 +109,6 @@ class IterationPlan:
         else:
             self.streams.restore(self.origin["at_iter"])
 
-    def load_own(self) -> None:
-        """Load the loader's own state with which it begins."""
-        load_loader(self.base, self.start["loader"])
-
     def pass_over(self, iterator: Any) -> None:
         """Skip ``passes`` batches, before the first index is taken from the sampler."""
         self._watch()
@@ -136,7 +134,7 @@ class IterationPlan:
             self.note_index(index)
         if len(first_index) + len(last_index) < min(self.passes, 2):
             logger.warning("the data ends before batch %d, where it should continue", self.passes)
-        for name in COUNTERS:
+        for name in _COUNTERS:
             if name in attributes_of(iterator):
                 setattr(iterator, name, self.passes)
 
@@ -218,7 +216,7 @@ class IterationPlan:
     def _checkpoint_here(self, at: int) -> Checkpoint | None:
         """Return the state that the loader, or the dataset in this process, saves after ``at`` batches."""
         if self.is_asked:
-            return {"at": at, "loader": state_of_loader(self.base)}
+            return {"at": at, "loader": self.base.state_dict()}
         # If the iterator of torch does not follow, the dataset may be prefetched, and nothing begins at its state.
         if self.follows and not self.workers and is_iterable(self.base) and saves_position(self.base.dataset):
             return {"at": at, "dataset": self.base.dataset.state_dict(), "has_ended": self.has_ended}

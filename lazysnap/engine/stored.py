@@ -57,14 +57,17 @@ def _wait_resumed(run: Run, resumed: Resumed, timeout_s: float) -> bool:
     return run.is_stored(resumed, 0)
 
 
+def is_itself_durable(run: Run, step: int) -> bool:
+    """True if the first level has exactly that step of this start, not only a later one."""
+    levels = run.client.state.levels
+    return bool(levels) and StepKey(run.meta.start_number, step) in levels[0].complete
+
+
 def wait_held_or_stored(run: Run, step: int, timeout_s: float) -> bool:
     """Block until the first level has exactly that step, or the keeper holds it; ``False`` after the deadline."""
-    key = StepKey(run.meta.start_number, step)
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
-        levels = run.client.state.levels
-        is_stored = bool(levels) and key in levels[0].complete
-        if is_stored or run.recorder.captures.is_held(step):
+        if is_itself_durable(run, step) or run.recorder.captures.is_held(step):
             return True
         time.sleep(0.001)
     return False

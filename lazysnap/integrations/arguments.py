@@ -18,15 +18,15 @@ def place_beside(directory: object, name: str = "lazysnap") -> str:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a callback. Raises: ConfigError, for wrong or contradictory values."""
+    """Arguments of an integration. Raises: ConfigError, for wrong or contradictory values."""
 
-    dirpath: "str | os.PathLike[str] | None"
-    every_n_steps: int | None
-    persist_every_n_steps: int | None
-    config: SnapshotConfig | None
-    keep_best: KeepBest | None
     owner: str
-    """The class of the callback, for messages."""
+    """The class of the integration, for messages."""
+    dirpath: "str | os.PathLike[str] | None" = None
+    every_n_steps: int | None = None
+    persist_every_n_steps: int | None = None
+    config: SnapshotConfig | None = None
+    keep_best: KeepBest | None = None
 
     def __post_init__(self) -> None:
         config = self.config

@@ -67,9 +67,9 @@ def logged_figures(
 class Session:
     """Calls the engine in one training. A step is identified by its number, and captured once."""
 
-    def __init__(self, engine: SnapshotEngine, step: int = 0) -> None:
+    def __init__(self, engine: SnapshotEngine) -> None:
         self.engine = engine
-        self.step = step
+        self.step = 0
         """The last step that is finished."""
         self._rollback_steps = 0
         """The number of steps of a rollback that the program requested; 0: no rollback."""

@@ -5,15 +5,12 @@ from typing import Any
 
 import torch
 
-from lazysnap.data.own_state import is_stateful_loader, load_loader, state_of_loader, warn_of_generators
 from lazysnap.data.resumable import ResumableLoader
 from lazysnap.data.streams import collect_rng, restore_rng
-from lazysnap.data.workers import keep_streams, release_streams
 from lazysnap.errors import ConfigError, StateError
 from lazysnap.shard.manifest import EXTRAS, PRETRAINED
-from lazysnap.state.loading import check_loads, load_module
 from lazysnap.state.metrics import METRICS, check_metrics, collect_metrics, restore_metrics
-from lazysnap.state.modules import reordered_tensors, warn_of_reordered
+from lazysnap.state.modules import check_loads, load_module, reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, check_optimizers, classes_of, put_back
 from lazysnap.state.plain_dicts import check_dict, restore_dict
 from lazysnap.state.pretrained import pretrained
@@ -33,8 +30,6 @@ def _state_of(value: Any) -> Any:
         return state_of_optimizer(stepping(value))
     if isinstance(value, torch.amp.GradScaler):
         return state_of_scaler(value)
-    if is_stateful_loader(value):
-        return state_of_loader(value)
     inner = unwrapped(value)
     if isinstance(inner, torch.nn.Module):
         return state_of_module(inner)
@@ -42,17 +37,18 @@ def _state_of(value: Any) -> Any:
 
 
 def is_data_position(value: object) -> bool:
-    """True if an object of the state is a data loader: its state is a position in the data."""
-    return isinstance(value, torch.utils.data.DataLoader) or getattr(value, "is_data_position", False) is True
+    """True if the state of an object is a position in the data."""
+    return getattr(value, "is_data_position", False) is True
 
 
 class ObjectState(StateSource):
     """A ``StateSource`` over ``{"model": model, "optimizer": optimizer, "scheduler": …}``.
 
     Values have ``state_dict()`` and ``load_state_dict()`` (modules, optimizers, schedulers, samplers, GradScaler,
-    ``StatefulDataLoader``), or are dicts, updated in place on a restore, with the tensors in them. Generators of
-    random numbers are always included.
-    Raises: ConfigError, for a value that is neither, or for the names ``rng`` and ``lazysnap``.
+    ``ResumableLoader``), or are dicts, updated in place on a restore, with the tensors in them. Generators of random
+    numbers are always included.
+    Raises: ConfigError, for a value that is neither, for a data loader itself, or for the names ``rng`` and
+    ``lazysnap``.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -61,6 +57,11 @@ class ObjectState(StateSource):
                 raise ConfigError(
                     f"the name {name!r} is taken: generators are captured as 'rng', classes of optimizers as 'lazysnap'"
                 )
+            if isinstance(value, torch.utils.data.DataLoader):
+                raise ConfigError(
+                    f"state[{name!r}] is a {type(value).__qualname__}: give lazysnap.ResumableLoader(loader) to the "
+                    "state, and iterate that"
+                )
             stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if not stateful and not isinstance(value, dict):
                 raise ConfigError(
@@ -68,12 +69,6 @@ class ObjectState(StateSource):
                     f"{type(value).__qualname__}"
                 )
         self._objects = dict(objects)
-        stateful_loaders = []
-        for value in objects.values():
-            if is_stateful_loader(value):
-                warn_of_generators(value)
-                stateful_loaders.append(value)
-        keep_streams(stateful_loaders)
         self._support_checked = False
         self._loads_checked = False
         self._pretrained: str | None = None
@@ -85,7 +80,6 @@ class ObjectState(StateSource):
 
     def release(self) -> None:
         """See ``StateSource.release``."""
-        release_streams([value for value in self._objects.values() if is_stateful_loader(value)])
         self._objects.clear()
 
     def note_boundary(self) -> None:
@@ -183,7 +177,7 @@ class ObjectState(StateSource):
         warn_of_reordered(reordered)
 
     def load(self, state: dict[str, Any], *, data: bool = True) -> None:
-        """See ``StateSource.load``. Data loaders are objects of torch's class, or with ``is_data_position = True``.
+        """See ``StateSource.load``. Positions in the data have ``is_data_position = True``.
 
         Raises: StateError, before anything is loaded, if the snapshot lacks a named object, or has an optimizer of
         another class or with other parameter groups.
@@ -214,8 +208,6 @@ class ObjectState(StateSource):
                 put_back(stepping(value), state[name])
             elif isinstance(value, torch.amp.GradScaler):
                 value.load_state_dict(plain_numbers(state[name]))
-            elif is_stateful_loader(value):
-                load_loader(value, state[name])
             else:
                 value.load_state_dict(state[name])
         restore_metrics(self._unwrapped_modules(), metrics)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from lazysnap.state.loading import resizable_names
+from lazysnap.state.modules import resizable_names
 from lazysnap.state.wrappers import ddp_of, stepping, unwrapped, without_compiled
 
 OPTIMIZERS = "optimizers"

@@ -67,6 +67,10 @@ def loader(data, **settings):
     return ResumableLoader(DataLoader(data, BATCH, **settings))
 
 
+def stateful(data, **settings):
+    return ResumableLoader(StatefulDataLoader(data, BATCH, **settings))
+
+
 def numbers(**settings):
     return loader(Numbers(LENGTH), **settings)
 
@@ -94,6 +98,17 @@ LOADERS = {
     "stream, workers": lambda: loader(Stream(), num_workers=2),
     "stream, persistent workers": lambda: loader(Stream(), num_workers=2, persistent_workers=True),
     "stream, StatefulDataLoader": lambda: ResumableLoader(StatefulDataLoader(Stream(), BATCH)),
+    "stream, StatefulDataLoader, workers": lambda: stateful(Stream(), num_workers=2, snapshot_every_n_steps=3),
+    "stream, StatefulDataLoader, persistent workers": lambda: stateful(
+        Stream(), num_workers=2, persistent_workers=True
+    ),
+    "StatefulDataLoader, persistent workers": lambda: stateful(
+        Numbers(LENGTH), shuffle=True, num_workers=2, persistent_workers=True
+    ),
+    "StatefulDataLoader, own generator, workers": lambda: stateful(
+        Numbers(LENGTH), shuffle=True, num_workers=2, generator=seeded()
+    ),
+    "packing, StatefulDataLoader, workers": lambda: stateful(Unsaved(), num_workers=2),
     "packing": lambda: loader(Unsaved()),
     "packing, saved": lambda: loader(Stream(packs=True)),
     "torchdata nodes": graph,
@@ -175,6 +190,22 @@ def test_a_stream_that_saves_its_position_is_not_read_again():
     Stream.reads = 0
     next(iter(after.loader))
     assert Stream.reads == BATCH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_after_a_restart_the_own_state_of_a_stateful_loader_is_still_that_of_its_position(workers):
+    """Checkpoints of the program contain it."""
+    state = Run(lambda: stateful(range(LENGTH), num_workers=workers), 1).train(2).saved
+    after = Run(lambda: stateful(range(LENGTH), num_workers=workers), 2)
+    after.load(state)
+    batches = iter(after.loader)
+    next(batches)
+
+    stock = StatefulDataLoader(range(LENGTH), BATCH, num_workers=workers)
+    stock.load_state_dict(after.loader.loader.state_dict())
+
+    assert [batch.tolist() for batch in stock] == [batch.tolist() for batch in batches]
 
 
 class Drawing(Sampler):
@@ -282,6 +313,9 @@ HUGGING_FACE = {
     ),
     "streaming, StatefulDataLoader": lambda: ResumableLoader(
         StatefulDataLoader(hugging_face(), BATCH, collate_fn=values)
+    ),
+    "streaming, StatefulDataLoader, workers": lambda: stateful(
+        hugging_face(maps=True), collate_fn=values, num_workers=2
     ),
 }
 

@@ -11,7 +11,7 @@ from loader_run import EPOCHS, FEW_CUTS, FEW_STRIDES, Run, check_chain, check_cu
 from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lazysnap import ResumableLoader
+from lazysnap import ResumableLoader, SnapshotEngine
 from lazysnap.data import make_resumable
 from lazysnap.errors import ConfigError
 
@@ -85,6 +85,12 @@ LOADERS = {
 KINDS = workers_are_slow(LOADERS)
 
 
+def import_drawing(kind):
+    """Import what draws random numbers at its import."""
+    if kind == "fabric":
+        import lightning.fabric  # noqa: F401
+
+
 def in_place(loader):
     make_resumable(loader)
     return loader
@@ -94,8 +100,7 @@ def in_place(loader):
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_exactly_after_any_batch(kind):
-    if kind == "fabric":
-        import lightning.fabric  # noqa: F401 - draws random numbers when it is imported
+    import_drawing(kind)
     batches = -(-LENGTH // BATCH) * EPOCHS
     cuts = (*FEW_CUTS, batches) if "workers" in kind else range(1, batches + 1)
     assert len(check_cuts(LOADERS[kind], cuts)) >= batches
@@ -105,6 +110,7 @@ def test_it_goes_on_exactly_after_any_batch(kind):
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_goes_on_exactly_from_start_to_start(kind):
+    import_drawing(kind)
     if "workers" in kind:
         check_chain(LOADERS[kind], FEW_STRIDES)
     else:
@@ -161,6 +167,13 @@ def test_what_cannot_begin_anew_is_refused():
         ResumableLoader(iter([1, 2]))
     with pytest.raises(ConfigError, match="DataLoader is needed"):
         make_resumable([1, 2])
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+def test_a_loader_in_the_state_that_is_not_wrapped_is_refused(kind, tmp_path):
+    with pytest.raises(ConfigError, match=r"give lazysnap.ResumableLoader\(loader\) to the state, and iterate that"):
+        SnapshotEngine(tmp_path, {"loader": kind([1, 2])})
 
 
 class Buffered(IterableDataset):

@@ -1,4 +1,7 @@
-"""Every private name of a framework that lazysnap uses is in a table, and exists in what is installed."""
+"""Every private name of a framework that lazysnap uses is in a table, and exists in what is installed.
+
+So is every private name of the engine that the integrations use.
+"""
 
 import ast
 import importlib
@@ -13,7 +16,9 @@ import lazysnap
 
 PACKAGE = Path(lazysnap.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "private-names.md"
+ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 PRIVATE = re.compile(r"_[a-z][a-zA-Z0-9_]*")
+ENGINE_NAME = re.compile(r"(?<![a-zA-Z])(?:Snapshot)?[eE]ngine(?:\(\))?\.(_\w+)")
 ROW = re.compile(r"^\| `(?P<owner>[\w.]+)` \| (?P<names>`[^|]+`) \| [^|]+ \|$", re.MULTILINE)
 
 
@@ -76,6 +81,18 @@ def test_the_installed_packages_have_each_name(owner: str, name: str) -> None:
     has_attribute = hasattr(found, name)
     has_module = hasattr(found, "__path__") and importlib.util.find_spec(f"{owner}.{name}") is not None
     assert has_attribute or has_module or re.search(rf"\b{name}\b", inspect.getsource(found))
+
+
+def test_the_table_has_every_private_name_of_the_engine_that_integrations_use() -> None:
+    used = set()
+    for path in (PACKAGE / "integrations").rglob("*.py"):
+        used.update(ENGINE_NAME.findall(path.read_text()))
+    table = ARCHITECTURE.read_text().partition("| of the engine |")[2].partition("\n\n")[0]
+    listed = set()
+    for row in table.splitlines():
+        listed.update(re.findall(r"`(_\w+)`", row))
+
+    assert listed == used
 
 
 def resolve(path: str) -> object:

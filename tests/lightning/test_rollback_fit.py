@@ -4,11 +4,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from harness import BATCH_SIZE, Memory, Net, Numbers, digest
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, Timer, WeightAveraging
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ModelPruning, Timer, WeightAveraging
 from test_callback import DieAt, Ready, make_trainer, raising
 from torch.utils.data import DataLoader, Dataset
 
-from lazysnap import ConfigError, LazySnapshotCallback
+from lazysnap import ConfigError, LazySnapshotCallback, StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Encountered `nan` values in tensor:UserWarning")  # torchmetrics
 
@@ -161,6 +161,25 @@ def test_a_fit_that_ended_after_a_rollback_goes_on_where_it_was(tmp_path):
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path / "b", Batches(range(20), bad=[8]), DieAt(11, raising(ZeroDivisionError())))
     assert finish(*fit(tmp_path / "b", Batches(range(20), bad=[8]), seed=99)) == never
+
+
+def fit_with_pruning(directory, **settings):
+    """Each of two epochs has a bad batch; at the end of the first one the module is pruned."""
+    pruning = ModelPruning("l1_unstructured", amount=0.5, **settings)
+    return fit(directory, Batches(range(6), bad=[3]), pruning, max_epochs=2)
+
+
+def test_after_pruning_a_rollback_says_that_snapshots_lack_the_masks(tmp_path):
+    with pytest.raises(StateError, match=r"rollback: the module is pruned, .* Nothing was changed"):
+        fit_with_pruning(tmp_path)
+
+
+def test_a_pruned_module_goes_back_if_snapshots_have_the_masks(tmp_path):
+    trainer, module, lazy = fit_with_pruning(tmp_path, make_pruning_permanent=False)
+
+    assert lazy.statistics().rollbacks == 2
+    assert trainer.global_step == 10
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
 @pytest.mark.parametrize("steps", [0, True, "1"])

@@ -14,9 +14,8 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from lazysnap.console import say
-from lazysnap.core.messages import StepKey
 from lazysnap.engine import SnapshotEngine
-from lazysnap.engine.stored import wait_held_or_stored
+from lazysnap.engine.stored import is_itself_durable, wait_held_or_stored
 from lazysnap.errors import LevelError
 from lazysnap.exports.named import Named, delete_checkpoint, forget_name, has_checkpoint, name_snapshot, named_in
 from lazysnap.exports.process import start_export
@@ -42,7 +41,6 @@ class _Save:
     directory: str
     name: str
     """The name for which retention keeps the snapshot."""
-    key: StepKey
     named: Named
     process: "subprocess.Popen[str] | None" = None
     """The export, once the snapshot is durable; on the main rank."""
@@ -95,8 +93,8 @@ class Directories:
         place = os.path.realpath(directory)
         names = self._state.counters.names
         earlier_name = names.get(place)
-        start = engine._run.meta.start
-        name = f"{_NO_NAME.sub('-', os.path.basename(place))[:24]}-{start}-{next(self._numbers)}"
+        readable_part = _NO_NAME.sub("-", os.path.basename(place))[:24]
+        name = f"{readable_part}-{engine._run.meta.start}-{next(self._numbers)}"
         with self._state.as_checkpoint(directory, safe_serialization=safe_serialization):
             names[place] = name
             is_captured = capture()
@@ -114,7 +112,7 @@ class Directories:
         assert engine.run_id is not None
         named = Named(engine._config.levels[0].url, engine.run_id, engine.step)
         self._by_main(functools.partial(name_snapshot, place, named))
-        self._saves.append(_Save(place, name, StepKey(engine._run.meta.start_number, engine.step), named))
+        self._saves.append(_Save(place, name, named))
         return True
 
     def save_by_stock(self, directory: str, stock: Callable[[str], Any]) -> None:
@@ -154,9 +152,7 @@ class Directories:
         if save.name in lost_names:
             self._fail(save, f"{lost_names[save.name]}; save it again")
             return True
-        levels = engine._client.state.levels
-        is_durable = bool(levels) and save.key in levels[0].complete
-        if not is_durable:
+        if not is_itself_durable(engine._run, save.named.step):
             return False
         if not self._is_main_process:
             return True

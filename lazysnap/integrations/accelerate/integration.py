@@ -13,13 +13,13 @@ import torch
 
 from lazysnap.config import SnapshotConfig, config_at
 from lazysnap.console import say
-from lazysnap.engine import SnapshotEngine, report
-from lazysnap.errors import ConfigError, JobBusy, SnapshotNotFound
+from lazysnap.engine import report
+from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.exports.named import Named
 from lazysnap.integrations.accelerate.boundaries import BoundaryWatch
 from lazysnap.integrations.accelerate.directories import Directories
 from lazysnap.integrations.accelerate.state import AcceleratorState, counted_epochs
-from lazysnap.integrations.arguments import place_beside
+from lazysnap.integrations.arguments import Arguments, place_beside
 from lazysnap.integrations.session import Session, WithEngine
 from lazysnap.restore.snapshot import Snapshot
 from lazysnap.state.wrappers import unwrapped
@@ -55,15 +55,12 @@ class AcceleratorIntegration(WithEngine):
         self._accelerator = weakref.proxy(accelerator)
         _check(accelerator)
         self._is_main_process = accelerator.is_main_process
-        self._is_place_guessed = False
-        """True if the program names no place, so that a default below the working directory is used."""
-        self._is_refused = False
-        """True if another program uses the default place."""
-        self._default_url: str | None = None
-        """See ``_choose_place``; ``None`` before."""
-        self._config: SnapshotConfig | None = None
+        config = None
         if snapshots is not None:
-            self._config = config_at(snapshots)
+            config = config_at(snapshots)
+        self._arguments = Arguments("LazyAccelerator", config=config)
+        self._default_url = ""
+        """See ``_choose_place``; empty before."""
         self._directory_beside: str | None = None
         """The program's directory that contains the default place, once it exists."""
         self.boundaries = BoundaryWatch(self._at_boundary, self._gate, self._counted_epochs)
@@ -101,43 +98,39 @@ class AcceleratorIntegration(WithEngine):
         if self._end.alive:
             self._state.refresh()
         if self._session is None:
-            self._begin_session()
-        assert self._session is not None
+            return self._begin_session()
         return self._session
 
-    def _choose_place(self) -> SnapshotConfig:
-        """Return the place of snapshots. Chosen at the first session, because a program may set its directories until
-        then.
-        """
-        if self._default_url is None:
-            project = self._accelerator.project_configuration
-            directory = project.project_dir or project.logging_dir
-            self._default_url = place_beside(directory or ".")
-            self._is_place_guessed = self.snapshots is None and not directory
-            if self._is_place_guessed and self._is_main_process:
-                say(
-                    f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give "
-                    "project_dir=... or snapshots=... to choose another place"
-                )
-        if self._config is None:
-            self._config = config_at(self._default_url)
-        return self._config
+    def _choose_place(self) -> None:
+        """Choose the default place of snapshots, at the first session: a program may set its directories until then."""
+        if self._default_url:
+            return
+        project = self._accelerator.project_configuration
+        directory = project.project_dir or project.logging_dir
+        self._default_url = place_beside(directory or ".")
+        if self.snapshots is None and not directory and self._is_main_process:
+            say(
+                f"LazyAccelerator: no project_dir is set, snapshots go to {self._default_url}; give project_dir=... or "
+                "snapshots=... to choose another place"
+            )
 
-    def _begin_session(self) -> None:
-        config = self._choose_place()
-        self._make_directory_beside(config)
-        engine = SnapshotEngine._of_integration(config, self._state, default_url=self._default_url)
-        self._session = Session(engine, self._last_step)
+    def _begin_session(self) -> Session:
+        self._choose_place()
+        self._make_directory_beside()
+        session = self._begin(self._state, self._default_url)
+        session.step = self._last_step
         self._began_fresh = True
         self._has_trained = True
         self._warn_of_hooks()
         if self._start_report is not None:
-            engine._run.tell_start(self._start_report)
+            session.engine._run.tell_start(self._start_report)
+        return session
 
-    def _make_directory_beside(self, config: SnapshotConfig) -> None:
+    def _make_directory_beside(self) -> None:
         """Make the program's directory that contains the default place, if snapshots are stored only there."""
         url = self._default_url
-        if url is None or "://" in url or [level.url for level in config.levels] != [url]:
+        levels = self._arguments.config_for(url).levels
+        if "://" in url or [level.url for level in levels] != [url]:
             return
         directory = os.path.dirname(url)
         with contextlib.suppress(OSError):  # the level reports the error when it writes
@@ -210,9 +203,6 @@ class AcceleratorIntegration(WithEngine):
 
     def _capture(self, *, force: bool) -> bool:
         """Capture this step, or roll back as requested. True if a capture began."""
-        if self._is_refused:
-            self.boundaries.pass_boundary()
-            return False
         session = self.opened()
         self._error_before = _last_error_id()
         self._finish_step(session)
@@ -223,24 +213,7 @@ class AcceleratorIntegration(WithEngine):
             return False
         if self._steps_are_uneven:
             return False
-        try:
-            return session.engine.boundary(session.step, force=force)
-        except JobBusy:
-            if not self._is_place_guessed:
-                raise
-        # Two programs that name no place may run in one directory, as with stock Accelerate.
-        self._become_refused(session)
-        return False
-
-    def _become_refused(self, session: Session) -> None:
-        """Train without snapshots, because another program uses the default place."""
-        self._report_once(
-            "NO snapshots: %s is in use by another program that runs in this directory; give each its own project_dir "
-            "or snapshots=...",
-            self._default_url,
-        )
-        self._is_refused = True
-        session.engine.abandon()
+        return session.engine.boundary(session.step, force=force)
 
     def _finish_step(self, session: Session) -> None:
         """Count the optimizer step since the last boundary, if there was one."""
@@ -280,8 +253,6 @@ class AcceleratorIntegration(WithEngine):
 
         Collective, as ``opened``.
         """
-        if self._is_refused:
-            return "another program uses the place for snapshots"
         if has_more:
             return "it has arguments that Accelerate hands to the model's own way of saving"
         if self._accelerator.distributed_type.name == "FSDP":
@@ -323,8 +294,6 @@ class AcceleratorIntegration(WithEngine):
 
     def _load_named(self, directory: str, named: Named) -> Snapshot | None:
         """Restore the snapshot of a directory; ``None`` if it no longer exists. Collective."""
-        if self._is_refused:
-            return None
         session = self.opened()
         if named.place not in [level.url for level in session.engine._config.levels]:
             return None
@@ -392,9 +361,6 @@ class AcceleratorIntegration(WithEngine):
         """Close the engine: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
         session = self._session
         if session is None:
-            return
-        if self._is_refused:
-            self._end_session(session, 0.0)
             return
         if self._directory_beside is not None and not os.path.isdir(self._directory_beside):
             logger.info("nothing is stored: the program removed %s", self._default_url)

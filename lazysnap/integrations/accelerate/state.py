@@ -34,7 +34,6 @@ class _Counters:
         return {
             "iteration": accelerator.project_configuration.iteration,
             "step": accelerator.step,
-            "world_size": accelerator.num_processes,
             "names": self.names,
             **self.facts,
         }

@@ -1,24 +1,29 @@
-"""``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts."""
+"""``LazySnapshotCallback``: a snapshot of a Lightning fit at every optimizer step, and exact restarts.
 
-import functools
+Methods of the trainer's loops are replaced while it runs, and restored. The boundary of step k is just before the
+batches of step k + 1 are fetched: step k is complete, and the next one has not begun.
+"""
+
 import logging
 import math
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
+from torch.nn.utils.prune import is_pruned
 
 from lazysnap.config import KeepBest, SnapshotConfig
 from lazysnap.engine import SnapshotEngine
-from lazysnap.errors import ConfigError
+from lazysnap.errors import ConfigError, StateError
 from lazysnap.integrations.arguments import Arguments, place_beside
 from lazysnap.integrations.frameworks import Patches
-from lazysnap.integrations.lightning.boundaries import FitBoundaries
 from lazysnap.integrations.lightning.framework import callback_bases, class_of_program, extended, new_of_class
 from lazysnap.integrations.lightning.latest import HOW, Latest
+from lazysnap.integrations.lightning.loops import ended_within_epoch
 from lazysnap.integrations.lightning.state import LightningState
 from lazysnap.integrations.lightning.strategies import check_parts, check_strategy
 from lazysnap.integrations.session import Session, WithEngine
@@ -64,12 +69,13 @@ class LazySnapshotCallback(WithEngine, Callback):
         self.__class__ = extended(type(self))
         super().__init__()
         self._arguments = Arguments(
-            dirpath, every_n_steps, persist_every_n_steps, config, keep_best, "LazySnapshotCallback"
+            "LazySnapshotCallback", dirpath, every_n_steps, persist_every_n_steps, config, keep_best
         )
         self._reset()
 
     def _reset(self) -> None:
         self._session = None
+        self._trainer: Any = None
         self._state: LightningState | None = None
         self._is_fit = False
         """True in a fit that is captured; False in an evaluation."""
@@ -96,9 +102,10 @@ class LazySnapshotCallback(WithEngine, Callback):
         if not trainer.fast_dev_run:
             check_strategy(trainer)
         state = LightningState(trainer)
+        self._trainer = trainer
         self._state = state
-        latest = Latest(trainer, state, functools.partial(self._opened_engine, trainer))
-        self._patches = Patches(functools.partial(self._is_called_by, trainer))
+        latest = Latest(trainer, state, self._opened_engine)
+        self._patches = Patches(self._is_in_trainer)
         connector = trainer._checkpoint_connector
         self._patches.replace(connector, "resume_start", latest.resume_start)
         self._patches.replace(connector, "resume_end", latest.resume_end)
@@ -107,30 +114,36 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._patches.replace(connector, "restore_training_state", latest.restore_training_state)
             self._patches.replace(trainer.fit_loop.epoch_loop, "reset", latest.reset_epoch)
             self._is_fit = True
-            FitBoundaries(
-                trainer,
-                state,
-                gate=self._gate,
-                capture=functools.partial(self._capture, trainer),
-                roll_back=self._roll_back_if_requested,
-            ).install(self._patches)
+            self._hook(trainer.fit_loop)
 
-    def _is_called_by(self, trainer: Any) -> bool:
+    def _hook(self, fit_loop: Any) -> None:
+        """Replace the methods of the loops."""
+        epoch_loop = fit_loop.epoch_loop
+        self._patches.replace(fit_loop, "_load_combined_loader_states", self._before_loaders)
+        self._patches.replace(fit_loop, "run", self._run)
+        self._patches.replace(fit_loop, "on_advance_start", self._before_epoch)
+        self._patches.replace(epoch_loop, "on_run_start", self._start_epoch)
+        self._patches.replace(epoch_loop, "_on_before_fetch", self._before_fetch)
+        self._patches.replace(epoch_loop, "on_advance_end", self._end_batch)
+        self._patches.replace(epoch_loop.val_loop, "run", self._gated)
+        self._patches.replace(fit_loop, "on_advance_end", self._end_epoch)
+        self._patches.replace(fit_loop, "on_run_end", self._end_run)
+
+    def _is_in_trainer(self) -> bool:
         """False in the fit of a tuner, which removes this callback temporarily."""
-        return self in trainer.callbacks
+        return self in self._trainer.callbacks
 
     def on_sanity_check_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to handle preemption."""
         if self._is_fit:
-            _listen(trainer, self._opened_engine(trainer))
+            _listen(trainer, self._opened_engine())
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the keeper in the background."""
         if not self._is_fit:
             return
-        session = self._opened(trainer)
-        state = self._state
-        assert state is not None
+        session = self._opened()
+        state = self._running_state()
         _listen(trainer, session.engine)
 
         def prepare() -> None:
@@ -147,24 +160,33 @@ class LazySnapshotCallback(WithEngine, Callback):
         with all batches of an accumulation, and continues with the next batch. Callbacks before this one in the
         trainer's list see the undone step; checkpoint callbacks do not.
 
-        Raises: ConfigError, also outside of a training. The fit raises SnapshotNotFound, if there is no such snapshot,
-        or WaitTimeout.
+        Raises: ConfigError, also outside of a training. The fit raises SnapshotNotFound, if there is no such snapshot;
+        StateError, after ``ModelPruning``; or WaitTimeout.
         """
         self._running_session().request_rollback(steps)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Roll back if the program requested it. Raises: as ``SnapshotEngine.rollback``."""
-        self._roll_back_if_requested(trainer)
+        self._roll_back_if_requested()
 
-    def _roll_back_if_requested(self, trainer: Any) -> None:
+    def _roll_back_if_requested(self) -> None:
         session = self._session
         if session is None or not session.rollback_requested:
             return
-        epoch_loop = trainer.fit_loop.epoch_loop
+        epoch_loop = self._trainer.fit_loop.epoch_loop
         # The whole accumulation is dropped: its other batches belong to the same step.
         if epoch_loop._should_accumulate():
             return
-        session.roll_back()
+        try:
+            session.roll_back()
+        except StateError as error:
+            if not is_pruned(self._trainer.lightning_module):
+                raise
+            raise StateError(
+                "rollback: the module is pruned, and ModelPruning leaves the masks out of checkpoints, so that no "
+                "snapshot has them. Nothing was changed. Start the training again, which resumes and prunes again, or "
+                "use ModelPruning(..., make_pruning_permanent=False)"
+            ) from error
         # The loop counts the batch that just ended again at its end.
         epoch_loop._batches_that_stepped -= 1
 
@@ -215,15 +237,19 @@ class LazySnapshotCallback(WithEngine, Callback):
 
     # ---------------------------------------------------------------- engine
 
-    def _opened(self, trainer: Any) -> Session:
+    def _opened(self) -> Session:
         """Return the session of this run of the trainer, which the first call begins. Collective then."""
         if self._session is not None:
             return self._session
-        assert self._state is not None
-        return self._begin(self._state, place_beside(trainer.default_root_dir), only_reads=not self._is_fit)
+        default_url = place_beside(self._trainer.default_root_dir)
+        return self._begin(self._running_state(), default_url, only_reads=not self._is_fit)
 
-    def _opened_engine(self, trainer: Any) -> SnapshotEngine:
-        return self._opened(trainer).engine
+    def _opened_engine(self) -> SnapshotEngine:
+        return self._opened().engine
+
+    def _running_state(self) -> LightningState:
+        assert self._state is not None
+        return self._state
 
     def _leave(self) -> None:
         """End the training: see ``WithEngine._leave``. Restore the methods and loaders of the trainer."""
@@ -234,10 +260,68 @@ class LazySnapshotCallback(WithEngine, Callback):
             self._state.loaders.forget()
         self._reset()
 
+    # ---------------------------------------------------------------- in place of the methods of loops, in their order
+
+    def _before_loaders(self, original: Callable[[], Any]) -> None:
+        state = self._running_state()
+        # A restart takes positions from the snapshot; Lightning drops them if loaders are set up early.
+        if not state.is_resuming:
+            original()
+        state.prepare_loaders()
+
+    def _run(self, original: Callable[[], Any]) -> None:
+        original()
+        state = self._running_state()
+        if state.is_finished():
+            state.put_averages_into_model()
+
+    def _before_epoch(self, original: Callable[[], Any]) -> None:
+        self._gate()
+        state = self._running_state()
+        if state.is_resuming and not state.resumes_in_epoch:
+            state.finish_resume()
+        original()
+
+    def _start_epoch(self, original: Callable[[Any], Any], fetcher: Any) -> None:
+        state = self._running_state()
+        state.watch_loaders()
+        original(fetcher)
+        if state.is_resuming:
+            state.finish_resume()
+
+    def _before_fetch(self, original: Callable[[], Any]) -> None:
+        fetcher = self._trainer.fit_loop._data_fetcher
+        # Inside iter() a loader without length fetches one batch ahead: no batch of the epoch is counted yet.
+        if fetcher.length is not None or fetcher.fetched:
+            self._capture()
+        original()
+
+    def _end_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._roll_back_if_requested()  # a hook after this callback's own may have requested it
+        return original(*args, **kwargs)
+
+    def _gated(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._gate()
+        return original(*args, **kwargs)
+
+    def _end_epoch(self, original: Callable[[], Any]) -> None:
+        self._gate()
+        if ended_within_epoch(self._trainer):
+            # Before the epoch is counted: a fit with a higher `max_steps` continues within it.
+            self._capture(is_last=True)
+        original()
+
+    def _end_run(self, original: Callable[[], Any]) -> None:
+        self._gate()
+        # Before hooks at the end of training swap weights (averages): a later fit must continue from these.
+        self._capture(is_last=True)
+        original()
+
     # ---------------------------------------------------------------- boundaries
 
-    def _capture(self, trainer: Any, *, is_last: bool = False) -> None:
+    def _capture(self, *, is_last: bool = False) -> None:
         session = self._session
+        trainer = self._trainer
         if session is None:
             return
         last_step = session.step

@@ -7,11 +7,10 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from torchmetrics import Metric
 
 from lazysnap.capture.plan import version_of
 from lazysnap.integrations.lightning.framework import neighbour
-from lazysnap.state.metrics import collect_metric, restore_metric
+from lazysnap.state.metrics import collect_metric, metrics_in, restore_metric
 from lazysnap.state.modules import fill
 from lazysnap.state.scalars import pack, unpack
 
@@ -38,12 +37,8 @@ def collect_metrics(trainer: Any, module: torch.nn.Module) -> dict[str, Any]:
     return {
         "results": results,
         "connector": {name: pack(getattr(connector, name)) for name in _CONNECTOR},
-        "modules": {name: collect_metric(metric) for name, metric in _metrics_of(module).items()},
+        "modules": {name: collect_metric(metric) for name, metric in metrics_in(module).items()},
     }
-
-
-def _metrics_of(module: torch.nn.Module) -> dict[str, Metric]:
-    return {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
 
 
 def restore_metrics(trainer: Any, module: torch.nn.Module, state: dict[str, Any], *, in_hook: bool = False) -> None:
@@ -56,7 +51,7 @@ def restore_metrics(trainer: Any, module: torch.nn.Module, state: dict[str, Any]
     for name, value in state["connector"].items():
         if not in_hook or name not in _LIVE:
             setattr(connector, name, unpack(value, device))
-    metrics = _metrics_of(module)
+    metrics = metrics_in(module)
     for name in metrics.keys() & state["modules"].keys():
         restore_metric(metrics[name], state["modules"][name])
     results = trainer.fit_loop.epoch_loop._results
@@ -81,7 +76,7 @@ def _collect_result(result: Any) -> dict[str, Any]:
     return state
 
 
-def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dict[str, Metric]) -> Any:
+def _make_result(trainer: Any, results: Any, state: dict[str, Any], metrics: dict[str, Any]) -> Any:
     kind = neighbour(results, "_Metadata")
     meta = kind(**{field.name: state[field.name] for field in fields(kind) if field.name in state})
     meta.sync = neighbour(results, "_Sync")(

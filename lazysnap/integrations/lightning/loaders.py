@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lazysnap.data.layout import length_of
 from lazysnap.data.resumable import Recorded
-from lazysnap.data.workers import keep_streams, release_streams
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,6 @@ class LoaderPositions:
         if combined is self._combined and all(map(operator.is_, loaders, self.loaders)):
             return
         self.forget()
-        keep_streams(loaders)
         self.loaders = loaders
         self._combined = combined
         self._combined_class = type(combined)
@@ -52,7 +50,6 @@ class LoaderPositions:
         """Restore the loaders."""
         if self._combined is not None:
             self._combined.__class__ = self._combined_class
-        release_streams(self.loaders)
         self.loaders = []
         self._combined = None
         self._recorded = []

@@ -22,9 +22,7 @@ def recount(fit_loop: Any, state: dict[str, Any], passed: int) -> None:
 def collect_loops(trainer: Any) -> dict[str, Any]:
     """Return the attributes that the loops' own ``state_dict`` omits."""
     fit_loop = trainer.fit_loop
-    epochs = fit_loop.epoch_progress.current
     state = {
-        "between_epochs": epochs.processed == epochs.ready,
         "should_stop": trainer.should_stop,
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "train_dl_reload_epoch": fit_loop._last_train_dl_reload_epoch,
@@ -34,6 +32,12 @@ def collect_loops(trainer: Any) -> dict[str, Any]:
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         state["since_validation_s"] = time.monotonic() - trainer._last_val_time
     return state
+
+
+def is_between_epochs(trainer: Any) -> bool:
+    """True if no epoch has begun that has not ended."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    return bool(epochs.processed == epochs.ready)
 
 
 def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
@@ -54,8 +58,8 @@ def reason_of_end(trainer: Any, state: dict[str, Any]) -> str:
             f"this training had ended ({reached_limit}, at step {step}): raise that limit to continue, or begin "
             'fresh in another directory or without ckpt_path="latest"'
         )
-    loops = state[EXTRAS]["loops"]
-    if loops["should_stop"] and loops["between_epochs"]:
+    was_between_epochs = state[EXTRAS]["position"] is None
+    if state[EXTRAS]["loops"]["should_stop"] and was_between_epochs:
         return (
             f"this training had been stopped early, after step {step} (EarlyStopping, or trainer.should_stop): to "
             'continue anyway, fit from a checkpoint instead of "latest"'

@@ -27,13 +27,18 @@ from lazysnap.integrations.lightning.extras import (
 )
 from lazysnap.integrations.lightning.framework import neighbour, overrides
 from lazysnap.integrations.lightning.loaders import LoaderPositions, running_workers, start_workers
-from lazysnap.integrations.lightning.loops import collect_loops, reason_of_end, recount, restore_loops
+from lazysnap.integrations.lightning.loops import (
+    collect_loops,
+    is_between_epochs,
+    reason_of_end,
+    recount,
+    restore_loops,
+)
 from lazysnap.integrations.lightning.rollback import with_present_data
 from lazysnap.integrations.lightning.strategies import state_of_rank
 from lazysnap.shard.manifest import EXTRAS
 from lazysnap.state.codec import path_text
-from lazysnap.state.loading import check_loads, load_module
-from lazysnap.state.modules import reordered_tensors, warn_of_reordered
+from lazysnap.state.modules import check_loads, load_module, reordered_tensors, warn_of_reordered
 from lazysnap.state.optimizers import check_memory_orders, classes_of, put_back
 from lazysnap.state.scalars import pack, plain_numbers, unpack
 from lazysnap.state.skipped import Path, SkippedValues, with_values_of
@@ -88,13 +93,12 @@ class LightningState(StateSource):
                 state[name] = dict(value)
         state["callbacks"] = pack(self._by_name(state.get("callbacks", {})))
         left_out = self._leave_out(state)
-        loops = collect_loops(trainer)
         position = None
-        if not loops["between_epochs"]:
+        if not is_between_epochs(trainer):
             trained = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             position = {"trained": trained, "loaders": self.loaders.state_dict()}
         state[EXTRAS] = {
-            "loops": loops,
+            "loops": collect_loops(trainer),
             "position": position,
             "world_size": trainer.world_size,
             "metrics": collect_metrics(trainer, trainer.lightning_module),
@@ -224,8 +228,7 @@ class LightningState(StateSource):
             checkpoint[plugin] = plain_numbers(scaler)
         keys = {key_of(callback): callback.state_key for callback in self._trainer.callbacks}
         checkpoint["callbacks"] = _renamed(checkpoint["callbacks"], keys)
-        migrate = neighbour(self._connector, "_pl_migrate_checkpoint")
-        self._connector._loaded_checkpoint = _Ours(migrate(checkpoint, "latest"))
+        self._connector._loaded_checkpoint = _Ours(checkpoint)
 
     @property
     def is_loading(self) -> bool:

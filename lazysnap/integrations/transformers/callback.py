@@ -76,7 +76,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._arguments = Arguments(
-            dirpath, every_n_steps, persist_every_n_steps, config, keep_best, "LazyTrainerCallback"
+            "LazyTrainerCallback", dirpath, every_n_steps, persist_every_n_steps, config, keep_best
         )
         self._trainer: Any = None
         self._is_running = False

@@ -96,8 +96,6 @@ class TrainingState(ObjectState):
     def collect(self) -> dict[str, Any]:
         """See ``StateSource.collect``."""
         trainer = self._trainer
-        position = self.position
-        assert position is not None
         changed_numbers = {}
         for name, value in self._numbers().items():
             if repr(value) != self._numbers_at_start.get(name):
@@ -114,7 +112,6 @@ class TrainingState(ObjectState):
             "loss": trainer._tr_loss,
             "completions": self._completions(),
             "epoch": self.epoch,
-            "given": position.given,
             "seconds": time.time() - self.began_s + self.earlier_s,
         }
         return state
@@ -191,12 +188,13 @@ class TrainingState(ObjectState):
     def start_position(self, steps_in_epoch: int) -> tuple[int, int]:
         """Return the epoch in which the restored state continues, and the number of its batches that were trained."""
         assert self._resumed is not None
+        assert self.position is not None
         epoch = self._resumed["trainer"]["epoch"]
-        num_batches = self._resumed["trainer"]["given"]
-        if num_batches is not None and self.position is not None:
-            num_batches = self.position.given_in(self._resumed["data"])  # in batches of this program
-        num_steps = steps_in_epoch
-        if num_batches is not None:
+        num_batches = self.position.given_in(self._resumed["data"])  # in batches of this program
+        if num_batches is None:
+            num_batches = 0
+            num_steps = steps_in_epoch
+        else:
             # The last step of an epoch may have fewer batches.
             num_steps = -(-num_batches // self._trainer.args.gradient_accumulation_steps)
         self._is_at_epoch_end = num_steps >= steps_in_epoch
