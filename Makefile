@@ -114,7 +114,7 @@ wheel: $(VENV)/.made
 	$(BIN)/uv pip install --quiet --python $(VENV)-wheel/bin/python $${PIP_FIND_LINKS:+--find-links "$$PIP_FIND_LINKS"} \
 	  "$(TORCH)" dist/*.whl
 	bin="$$PWD/$(VENV)-wheel/bin"; empty=$$(mktemp -d); trap 'rm -rf "$$empty"' EXIT; cd "$$empty"; \
-	"$$bin/lazysnap" demo
+	"$$bin/lazysnap" demo; test -z "$$(ls -A)"
 
 pythons: $(VENV)/.dev
 	found=""; for version in 3.10 3.12 3.13 3.14; do \

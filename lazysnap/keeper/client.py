@@ -253,7 +253,7 @@ class KeeperClient:
         self._link.update(with_protected, step)
 
     def keep(self, name: str, step: int) -> None:
-        """Name a step of this start. Earlier snapshots keep that name, too, unless it was released."""
+        """Name a step of this start. Earlier snapshots keep that name, too, unless ``release`` removed it."""
         self._link.update(with_name, name, step)
 
     def release(self, name: str) -> None:

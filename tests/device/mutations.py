@@ -8,8 +8,14 @@ import os
 from dataclasses import dataclass
 from functools import partial
 
-import lightning  # noqa: F401  imported here, not by each process
+# Imported here, not by each process: what the tests need but the package.
+import lightning.pytorch  # noqa: F401
 import pytest_timeout  # noqa: F401
+import torch._dynamo
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import torch.nn.parallel  # noqa: F401
 from support import mutants
 
 SUITES = {
