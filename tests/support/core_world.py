@@ -312,7 +312,7 @@ class SimKeeper:
     def _show_slots(self) -> None:
         """Show the core the slots, unless it has seen just these and has nothing else to do either."""
         views = self.node.views()
-        wake_at = self.core.wake_at()
+        wake_at = self.core.wake_at
         is_time = wake_at is not None and wake_at <= self.world.now
         if views is not self._seen or is_time:
             self._seen = views
