@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from lazysnap import faults
 from lazysnap.core.actions import Listed, ListLevel
 from lazysnap.core.messages import JobSettings, NamedStep, StepKey
-from lazysnap.errors import FormatError
+from lazysnap.errors import ConfigError, FormatError
 from lazysnap.levels.blocks import verify
 from lazysnap.levels.leftovers import belongs_to_run, is_stale, sweep
 from lazysnap.levels.listing import parse_directory
@@ -324,13 +324,16 @@ class LevelFiles:
     # Names of users
 
     def set_names(self, storage: Storage, added: Sequence[NamedStep], released: Sequence[NamedStep]) -> None:
-        """Remove names, then give names.
+        """Remove names, then give names. Raises: LevelError.
 
-        Raises: LevelError; ConfigError, if a file of another program has a name.
+        A file of another program that has the place of a name stays, and counts as that name; the error is logged.
         """
         for named in released:
             release_from(storage, self.snapshot(named.key).directory, named.name)
             faults.point("keeper.names.released")
         for named in added:
-            keep(storage, self.snapshot(named.key), named.name)
+            try:
+                keep(storage, self.snapshot(named.key), named.name)
+            except ConfigError as error:  # only a person can mend it: the level must not fail until then
+                logger.error("step %d does not get the name %r: %s", named.key.step, named.name, error)
             faults.point("keeper.names.given")

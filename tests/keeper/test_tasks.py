@@ -773,16 +773,18 @@ def test_a_name_is_taken_from_the_given_snapshots_and_from_no_other(rig, node):
     assert (level.path(3, run=OTHER_RUN) / "keep-best").exists()
 
 
-def test_a_file_of_another_program_that_has_the_name_stays_and_the_task_fails(rig, node):
+def test_a_file_of_another_program_that_has_the_name_stays_and_is_an_error_and_other_names_are_given(rig, node, caplog):
     level = rig()
     level.write(node, Capture(1))
     (level.path(1) / "keep-mine").write_text("not ours")
+    other = NamedStep("other", key_of(1))
 
-    ended = level.run(SetNames(0, 5, (NamedStep("mine", key_of(1)),), ()))
+    ended = level.run(SetNames(0, 5, (NamedStep("mine", key_of(1)), other), ()))
 
-    assert isinstance(ended, Failed)
-    assert "use another name" in ended.text
-    assert level.list().names == ()
+    assert ended == TaskEnded(5)
+    [record] = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert "use another name" in record.getMessage()
+    assert level.list().names == (other,)
     assert (level.path(1) / "keep-mine").read_text() == "not ours"
 
 
