@@ -162,7 +162,7 @@ def _write(task: WriteLevel, files: LevelFiles, slots: NodeSlots, control: TaskC
     commit_s = time.monotonic() - began
     logger.info("step %d committed to %s: %d bytes in %.2f s", task.key.step, files.url, written_bytes, commit_s)
     faults.point("keeper.persist.committed")
-    # A file that was committed already was just verified: ``levels.store.write_unless_committed``.
+    # A file that was committed already was just verified: ``levels.store.write_node_file``.
     if written_bytes and not storage.checks_writes():
         files.read_back(storage, task.key, is_base_new=written_bytes == manifest.size_bytes)
     faults.point("keeper.persist.verified")
