@@ -253,7 +253,7 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     from lazysnap.resolver import Entry
     from lazysnap.restore.lost_parts import lost_parts
     from lazysnap.restore.parity import Parity
-    from lazysnap.restore.peer_memory import PeerConnections
+    from lazysnap.restore.peer_memory import PeerMemory
     from lazysnap.snapshots.reader import read
 
     rank = dist.get_rank()
@@ -288,13 +288,13 @@ def rebuild(job: Line, engine: Any, step: int) -> Line:
     if rank == nodes - 1:
         cpu_before_s = _cpu_s(everyone)
         started = time.perf_counter()
-        connections = PeerConnections(engine._run.restart.discovery)
-        source = Parity(connections)
+        memory = PeerMemory(engine._run.restart.discovery)
+        source = Parity(memory)
         source.lost = parts
         [entry] = [entry for entry in computed if entry.rank == rank]
         shard = source.open(entry, "the lost node")
         read({shard: [WantedBytes(shard.offset, shard.offset + shard.layout.size_bytes, put)]})
-        connections.close()
+        memory.close()
         ours |= {"s": time.perf_counter() - started, "cpu_s": _cpu_s(everyone) - cpu_before_s}
     dist.barrier()
     return {**ours, **bare(ours["bytes"] // (nodes - 1), range(nodes - 1, nodes))}

@@ -123,7 +123,7 @@ def test_a_training_without_memory_goes_on_and_is_told_that_nothing_is_captured(
         assert steps_at(tmp_path / "level") == []
         [warning, end] = warnings(caplog, "NOT protected in memory:")
         assert word in warning
-        assert "nothing is captured, so nothing is stored: a crash loses every step since the start" in warning
+        assert "nothing is captured, so nothing is stored: a crash loses every step since the beginning" in warning
         assert word in end
         assert "step 8, the last that was due, is not captured" in end
         assert len(warnings(caplog, "8 steps of this training were NOT protected in memory")) == 1
