@@ -251,7 +251,10 @@ class Boundaries:
                 break  # ``close`` reports it
             self.prepare()
             # While the keeper is silent, no boundary waits for a slot.
-            if not self._memory.client.wait(self._is_keeper_answering, left_s) or not self.wait_ready(left_s):
+            if not self._memory.client.wait(self._is_keeper_answering, left_s):
+                break
+            left_s = deadline_s - time.monotonic()
+            if not self.wait_ready(max(0.0, left_s)):
                 break
         self.finish_copies()
         self._recorder.forbid_repeat()
