@@ -33,9 +33,9 @@ from lazysnap.core.actions import (
     TaskMoved,
     TrainerReported,
 )
-from lazysnap.core.job import JobCore
+from lazysnap.core.job import JobCore, text_of_difference
 from lazysnap.core.lifecycle import Lifecycle, Phase
-from lazysnap.core.messages import KeeperAlert, KeeperState, Order, PeerAddress, PeerSettings, Report
+from lazysnap.core.messages import JobSettings, KeeperAlert, KeeperState, Order, PeerAddress, PeerSettings, Report
 from lazysnap.core.ranks import Presence, Rank, Ranks
 
 MAX_TROUBLES = 8
@@ -69,6 +69,8 @@ class Core:
         self._peers: PeerSettings | None = None
         self._serves_at: PeerAddress | None = None
         self._troubles: list[str] = []
+        self._difference = ""
+        """The settings in which a rank of this start differs from the first one that reported; empty if none does."""
         self.wake_at: float | None = min(self.lifecycle.deadlines())
         """Time at which ``PlainEvent.TIME_PASSED`` is needed; None if only other events matter."""
         self._actions: list[Action] = []
@@ -174,9 +176,8 @@ class Core:
         self.lifecycle.linger_s = state.linger_s
         if state.peers is not None and state.peers != self._peers:
             self._set_peers(state.peers)
-        if state.start >= self.job_start and state.job is not None:
-            self.job_start = state.start
-            self._begin_job(event)
+        if state.job is not None:
+            self._begin_job(state.job, state.start)
 
     def _set_peers(self, peers: PeerSettings) -> None:
         """Connect to the other nodes of this start."""
@@ -184,10 +185,19 @@ class Core:
         self._serves_at = None
         self._actions.append(SetPeers(peers))
 
-    def _begin_job(self, event: TrainerReported) -> None:
-        """Serve this start. Keeps the job if the settings are the same."""
-        settings = event.state.job
-        assert settings is not None
+    def _begin_job(self, settings: JobSettings, start: int) -> None:
+        """Serve a start with these settings. Keeps the job if they are the same.
+
+        Within one start the settings of the first rank stay: ranks that differ would replace each other's job.
+        """
+        if self.job is not None and start == self.job_start:
+            if settings != self.job.settings:
+                self._difference = text_of_difference(self.job.settings, settings)
+            return
+        if start < self.job_start:
+            return  # a rank that has not begun the newest start yet
+        self.job_start = start
+        self._difference = ""
         if self.job is not None and self.job.settings == settings:
             return
         if self.job is not None:
@@ -259,6 +269,8 @@ class Core:
     def common_state(self) -> KeeperState:
         """Return the state that all trainers of the node get."""
         alerts = [KeeperAlert("keeper", text) for text in self._troubles]
+        if self._difference:
+            alerts.append(KeeperAlert("keeper", self._difference))
         if self.job is None:
             return KeeperState(pid=self._pid, alerts=tuple(alerts), serves_at=self._serves_at)
         job = self.job

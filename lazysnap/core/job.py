@@ -27,6 +27,7 @@ from lazysnap.core.messages import (
     GrantProgress,
     JobSettings,
     KeeperAlert,
+    LevelSettings,
     LevelState,
     NamedStep,
     Order,
@@ -478,6 +479,29 @@ def _unreached(node: int, silent: list[int], address: str) -> str:
         f"node {node}: no link to the keeper of {silent_nodes} for more than {UNREACHED_S:.0f} s (all keepers meet at "
         f"{address}); look whether that keeper is stopped or its machine overloaded, and whether nodes reach each "
         "other there; the address is that of MASTER_ADDR"
+    )
+
+
+def text_of_difference(settings: JobSettings, other: JobSettings) -> str:
+    """Return a message about two ranks of a node with different settings. It contains no values: they may be secrets.
+
+    Args:
+        settings: those of the first rank, which the keeper uses.
+        other: those of another rank.
+    """
+    names = []
+    for field in structs.fields(JobSettings):
+        if field.name != "levels" and getattr(settings, field.name) != getattr(other, field.name):
+            names.append(field.name)
+    if len(settings.levels) != len(other.levels):
+        names.append("levels")
+    for level, other_level in zip(settings.levels, other.levels, strict=False):
+        for field in structs.fields(LevelSettings):
+            if getattr(level, field.name) != getattr(other_level, field.name):
+                names.append(f"{field.name} of {level.url}")
+    return (
+        f"ranks of node {settings.node} have different settings: {', '.join(names)}. They share one keeper, which uses "
+        "those of the rank that it knew first; give all ranks of a node the same SnapshotConfig"
     )
 
 

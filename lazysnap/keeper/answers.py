@@ -34,8 +34,11 @@ class Answers:
 
     # Memory and state
 
-    def answer_memory(self, connection: TrainerConnection, question: Question) -> None:
-        """Send the memory of a rank. Only its trainer gets writable descriptors."""
+    def memory(self, connection: TrainerConnection, question: Question) -> tuple[Answer, list[int]]:
+        """Return the memory of a rank, with new descriptors of its slots. Its trainer needs none: it has writable ones.
+
+        Raises: OSError, if there are no more descriptors.
+        """
         rank = question.local_rank
         parity: list[HeldParity] = []
         if rank == 0:
@@ -49,16 +52,16 @@ class Answers:
         descriptors: list[int] = []
         if not self._is_trainer(connection, rank):
             descriptors = self._slots.reading_descriptors(rank, memory.slots)
-        self._connections.answer(connection, Answer(number=question.number, memory=memory), descriptors)
+        return Answer(number=question.number, memory=memory), descriptors
 
     def _is_trainer(self, connection: TrainerConnection, rank: int) -> bool:
         ranks = self._core.ranks.all
         return rank < len(ranks) and ranks[rank].connection == connection.number
 
-    def answer_status(self, connection: TrainerConnection, question: Question) -> None:
-        """Send the state of the node."""
+    def status(self, question: Question) -> Answer:
+        """Return the state of the node."""
         state = node_state(self._core, self._slots.by_rank, self._parity.size_bytes, self._log)
-        self._connections.answer(connection, Answer(number=question.number, status=state))
+        return Answer(number=question.number, status=state)
 
     # The end
 

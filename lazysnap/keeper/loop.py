@@ -353,26 +353,24 @@ class Keeper:
     # Questions
 
     def _answer(self, connection: TrainerConnection, question: Question) -> None:
-        try:
-            self._answer_question(connection, question)
-        except Exception as error:  # a question must not end the keeper
-            logger.exception("a question about %s", question.about)
-            text = f"{type(error).__name__}: {error}"
-            self._connections.answer(connection, Answer(number=question.number, text=text))
-
-    def _answer_question(self, connection: TrainerConnection, question: Question) -> None:
         self._handle(PlainEvent.TIME_PASSED)  # captures may have begun without waking the keeper
-        match question.about:
-            case "memory":
-                self._answers.answer_memory(connection, question)
-            case "status":
-                self._answers.answer_status(connection, question)
-            case "stop":
-                self._answers.stop_asked(connection, question)
-                if question.is_forced and not self._core.is_served:
-                    self._finish()
-                else:
-                    self._answer_stop()
+        if question.about == "stop":
+            self._answers.stop_asked(connection, question)
+            if question.is_forced and not self._core.is_served:
+                self._finish()
+            else:
+                self._answer_stop()
+            return
+        descriptors: list[int] = []
+        try:
+            if question.about == "memory":
+                answer, descriptors = self._answers.memory(connection, question)
+            else:
+                answer = self._answers.status(question)
+        except Exception as error:  # collecting an answer changes nothing: it must not end the keeper
+            logger.exception("a question about %s", question.about)
+            answer = Answer(number=question.number, text=f"{type(error).__name__}: {error}")
+        self._connections.answer(connection, answer, descriptors)
 
     def _answer_stop(self) -> None:
         """Answer the question whether the keeper can end, once that is known, and end it in that case."""

@@ -19,10 +19,14 @@ MAY_DIFFER = {
     "memory.spill_dir": "disks of nodes may differ",
     "levels[].url": "each node may have a disk of its own; ranks of one node must name the same: see check_places",
     "levels[].storage_options": "credentials and endpoints may be a node's own; and secrets are sent nowhere",
-    "levels[].max_bytes_per_s": "disks and networks of nodes may differ; a slow rank stores fewer of the same steps",
-    "levels[].timeout_s": "as with max_bytes_per_s; it bounds what one rank waits for at its own level",
+    "levels[].max_bytes_per_s": "disks and networks of nodes may differ; the slowest node decides how much is stored",
+    "levels[].timeout_s": "as with max_bytes_per_s; it bounds what the keeper of a node waits for",
 }
-"""Settings that are not compared, with the reason. All others must be the same on all ranks."""
+"""Settings that are not compared, with the reason. All others must be the same on all ranks.
+
+Ranks of one node share a keeper. If they differ in a setting of a level or of redundancy, the keeper uses that of one
+rank, and reports what differs.
+"""
 
 _SHARED = (
     ConfigError,

@@ -288,6 +288,29 @@ class TestStarts:
 
         assert driver.core.job.settings.run == "new"
 
+    def test_ranks_of_a_node_with_different_settings_do_not_replace_each_others_job(self):
+        """They did so with each message: levels were listed for ever, and nothing was stored."""
+        two = structs.replace(SETTINGS, ranks=(0, 1), world_size=2)
+        level = structs.replace(LEVEL, storage_options={"key": "secret"}, timeout_s=9.0)
+        others = structs.replace(two, levels=(level,))
+        first = structs.replace(STATE, job=two)
+        second = structs.replace(STATE, local_rank=1, job=others)
+        driver = Driver()
+        driver.report(first)
+        job = driver.core.job
+
+        done = driver.report(second, pid=200, connection=2)
+        driver.report(structs.replace(first, waited_s=1.0))
+
+        assert driver.core.job is job
+        assert not of_kind(done, actions.BeginJob)
+        for rank in (0, 1):
+            [alert] = driver.sent(done, rank).alerts
+            assert "timeout_s of level, storage_options of level" in alert.text
+            assert "secret" not in alert.text
+        second = structs.replace(second, start=START + 1, job=two)
+        assert not driver.sent(driver.report(second, pid=200, connection=2)).alerts
+
     def test_nothing_is_deleted_while_a_trainer_restores(self):
         driver, _ = driver_with_a_grant()
         level = driver.core.job.node.levels[0]
@@ -723,14 +746,13 @@ class TestLevelsByTime:
 
 def test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_required():
     """Nothing is written over any more, so not only the newest can be held."""
-    driver, step = driver_with_a_grant()
-    state = structs.replace(STATE, job=structs.replace(SETTINGS, levels=(structs.replace(LEVEL, every_n_steps=100),)))
-    driver.report(structs.replace(state, start=START, required=(step,)))
-    driver.see((slot(0, step), slot(1, step + 1), slot(2, step + 2)))
+    settings = structs.replace(SETTINGS, levels=(structs.replace(LEVEL, every_n_steps=100),))
+    driver = Driver()
+    [listing] = of_kind(driver.report(structs.replace(STATE, job=settings, required=(1,))), ListLevel)
+    driver.see((slot(0, 1), slot(1, 2), slot(2, 3)))
 
-    done = driver.step(actions.ProcessDied(100))
-    [task] = of_kind(done, ListLevel) or [driver.core.job.level_tasks[0].task]
-    done = driver.step(Listed(task.number, ()))
+    driver.step(actions.ProcessDied(100))
+    done = driver.step(Listed(listing.number, ()))
 
     held = [action.sequence for action in of_kind(done, Hold)]
     assert held

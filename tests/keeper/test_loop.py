@@ -54,10 +54,10 @@ def connect():
 def make_ready(connect):
     """Makes trainers with two slots that began a start."""
 
-    def make(start=5, **fields):
+    def make(start=5, job=JOB, **fields):
         trainer = connect(memory=WISH, **fields)
         trainer.until_state(lambda state: len(state.slots) == WISH.num_slots)
-        trainer.change(start=start, step=0, job=JOB)
+        trainer.change(start=start, step=0, job=job)
         return trainer
 
     return make
@@ -273,8 +273,7 @@ def test_a_keeper_whose_trainer_died_ends_when_asked():
 def test_each_process_that_asks_a_keeper_to_end_gets_an_answer(make_ready, tmp_path):
     """Both ask while the newest capture is being stored, at a level that takes two seconds for it."""
     level = LevelSettings(str(tmp_path / "level"), every_n_steps=1, max_bytes_per_s=IMAGE_BYTES // 2)
-    trainer = make_ready()
-    trainer.change(job=structs.replace(JOB, levels=(level,)))
+    trainer = make_ready(job=structs.replace(JOB, levels=(level,)))
     trainer.capture(3)
     trainer.change(farewell=Farewell.LEFT)
     trainer.until_over()
@@ -329,6 +328,22 @@ def test_an_error_in_the_loop_ends_the_keeper_and_is_reported(monkeypatch, conne
     assert "injected" in identity_of(JOB_ID).files.log_path.read_text()
 
 
+def test_an_error_of_the_loop_is_none_of_the_question_that_it_came_with(make_ready, monkeypatch, tmp_path):
+    """The question was answered with it, and the keeper went on in a state that nobody knows."""
+    monkeypatch.setenv("LAZYSNAP_FAULT", "keeper.slot_held:1:raise")
+    job = structs.replace(JOB, levels=(LevelSettings(str(tmp_path / "level"), every_n_steps=1),))
+    trainer = make_ready(job=job, required=(3,))
+    trainer.until_state(lambda state: state.levels and state.levels[0].is_listed)
+    trainer.page.wake = lambda step: None
+    trainer.capture(3)
+
+    trainer.channel.send(Question(about="status"))
+
+    trainer.until_over()
+    assert not trainer.answers
+    assert "injected at keeper.slot_held" in trainer.keeper.alerts[-1].text
+
+
 def test_a_process_that_asks_and_reads_nothing_holds_up_nobody(make_ready):
     trainer = make_ready()
     deaf = try_connect(identity_of(JOB_ID))
@@ -346,8 +361,8 @@ def test_a_process_that_asks_and_reads_nothing_holds_up_nobody(make_ready):
 
 def test_what_was_captured_is_stored_at_a_level_and_reported_as_complete(make_ready, tmp_path):
     job = structs.replace(JOB, levels=(LevelSettings(str(tmp_path / "level"), every_n_steps=1),))
-    trainer = make_ready()
-    trainer.change(job=job, required=(3,))
+    trainer = make_ready(job=job)
+    trainer.change(required=(3,))
 
     trainer.capture(3)
 
