@@ -1,9 +1,9 @@
 """Two tiers of tests, and what tests on several workers must share.
 
 ``--tier full``, also without the option, runs everything. ``--tier quick`` runs what is not slow; tests of properties
-try fewer examples there, in every run the same. Slow is what is marked ``slow`` (it takes more than 0.3 s, or
-waits for time to pass), what needs a real server, and in folders that start whole trainings all that is not marked
-``quick``.
+try fewer examples there. In every run of a tier the examples are the same. Slow is what is marked ``slow`` (it takes
+more than 0.3 s, or waits for time to pass), what needs a real server, and in folders that start whole trainings all
+that is not marked ``quick``.
 """
 
 import os
@@ -70,9 +70,15 @@ def pytest_configure(config):
     # before 6.131.30, which pyproject.toml takes too, lack this function.
     if hypothesis.__version_info__ >= (6, 131, 30):
         hypothesis.internal.conjecture.providers._get_local_constants = hypothesis.internal.constants_ast.Constants
-    if config.getoption("tier") == "quick":
-        hypothesis.settings.register_profile("quick", max_examples=10, derandomize=True)
-        hypothesis.settings.load_profile("quick")
+    # The same examples in every run, however slow the machine is: no test fails by chance.
+    common = {
+        "deadline": None,
+        "derandomize": True,
+        "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+    }
+    hypothesis.settings.register_profile("full", **common)
+    hypothesis.settings.register_profile("quick", max_examples=10, **common)
+    hypothesis.settings.load_profile(config.getoption("tier"))
 
 
 def pytest_report_header(config):

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from run_history import BEGAN, LEVEL, RUN, History, Life
 
@@ -155,7 +155,6 @@ def check(result):
     assert sum(one.lost for one in result.interruptions) == times["lost"]
 
 
-@settings(deadline=None)
 @given(st.lists(lives, min_size=1, max_size=5), st.floats(0.2, 30))
 def test_sums_are_exactly_the_wall_time_and_near_the_truth(planned, sample_s):
     history = History(planned, sample_s=sample_s)
@@ -191,7 +190,6 @@ any_event = st.one_of(
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(any_event, max_size=40), st.lists(any_event, max_size=10))
 def test_sums_hold_for_events_in_any_order_and_of_any_values(first, second):
     files = [

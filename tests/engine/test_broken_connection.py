@@ -7,7 +7,7 @@ import socket
 import pytest
 from small_training import TIMEOUT_S
 from support.stored import snapshots_at, steps_at
-from support.waiting import until
+from support.waiting import stop, until
 
 from lazysnap.memory.slot_choice import SlotPhase
 
@@ -89,7 +89,7 @@ def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job,
     training.run(1, 2)
     assert training.engine._flush(TIMEOUT_S)
     pid = training.engine._client.keeper_pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         # More notes than the socket takes.
         for number in range(3000):

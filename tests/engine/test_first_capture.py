@@ -5,7 +5,7 @@ import signal
 
 import pytest
 from small_training import TIMEOUT_S
-from support.waiting import until
+from support.waiting import stop, until
 from tuning import Tuning
 
 from lazysnap import MemoryLevel
@@ -71,7 +71,7 @@ def test_a_keeper_that_stops_before_it_has_memory_is_waited_for_once(job, monkey
     training.engine._prepare()
     until(lambda: client.keeper_pid is not None)
     keeper = client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
+    stop(keeper)
     try:
         training.run(1, 1)
         waited_s = training.engine.statistics().memory_wait_s

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_training import TIMEOUT_S, Training, end
 from support.stored import names_at, steps_at
-from support.waiting import until
+from support.waiting import stop, until
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.engine.stored import wait_held_or_stored
@@ -100,7 +100,7 @@ def test_a_name_that_was_asked_for_just_before_the_keeper_died_is_given(job, tmp
     training = job.start(tmp_path)
     durable(training, 1, 3)
     keeper = training.engine._client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
+    stop(keeper)
     training.run(4, 4)
     assert training.began[-1]
     os.kill(keeper, signal.SIGKILL)
@@ -123,7 +123,7 @@ def test_a_name_that_is_released_and_moved_while_there_is_no_keeper_goes(job, tm
     until(lambda: names_at(fast) == names_at(slow) == [("moved", 3), ("old", 3)])
     durable(training, 4, 4)
     keeper = training.engine._client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
+    stop(keeper)
     training.engine.release("old")
     training.engine.release("moved")
     assert training.engine.keep("moved") == 4

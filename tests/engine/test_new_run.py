@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from small_training import TIMEOUT_S, Training, end
 from support.stored import newest_directory, runs_at, snapshots_at
-from support.waiting import until
+from support.waiting import stop, until
 
 from lazysnap import PersistentLevel, SnapshotConfig
 from lazysnap.errors import ConfigError, SnapshotNotFound
@@ -144,7 +144,7 @@ def test_a_name_given_on_the_branch_just_before_the_keeper_dies_is_not_taken_for
     engine.restore("x")
     assert engine.statistics().last_durable_step == {}
     keeper = engine._client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
+    stop(keeper)
     training.run(5, 5)
     assert training.began[-1]
     assert engine.keep("y") == 5

@@ -37,7 +37,7 @@ def captured(partition, state, name, *, shared=False):
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(nodes=st.lists(st.sampled_from("abc"), min_size=1, max_size=7))
 def test_each_node_captures_every_row_once_and_all_nodes_together_store_it_once(state, nodes):
     ranks = partitions(state, nodes)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from small_training import TIMEOUT_S, Training
 from support.stored import steps_at
-from support.waiting import until
+from support.waiting import stop, until
 from torch.utils.data import DataLoader, TensorDataset
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig
@@ -59,7 +59,7 @@ def test_the_last_boundary_collects_the_state_once_while_a_stopped_keeper_holds_
     training.run(1, 3)
     assert training.began == [True] * 3
     keeper = client.keeper_pid
-    os.kill(keeper, signal.SIGSTOP)
+    stop(keeper)
     try:
         for slot in client.mapped():
             slot.store(SlotWord.HELD, slot.view().sequence)  # as the keeper does

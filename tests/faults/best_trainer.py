@@ -12,7 +12,7 @@ import pathlib
 import sys
 
 import torch
-from support.waiting import until
+from support.waiting import TIMEOUT_S, until
 from trainer import Journal
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
@@ -42,14 +42,14 @@ def main() -> None:
     snapshot = engine.restore("latest")
     journal.write("resumed", snapshot.step if snapshot else 0)
     os.environ.pop("LAZYSNAP_FAULT", None)  # the keeper runs: one that takes its place does not die as well
-    engine._wait_ready(timeout_s=30)
+    engine._wait_ready(timeout_s=TIMEOUT_S)
     for step in range(engine.step + 1, len(VALUES) + 1):
         model(torch.randn(8, 24)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if not engine.boundary(step) and engine._wait_ready(timeout_s=30):  # the keeper was being replaced
+        if not engine.boundary(step) and engine._wait_ready(timeout_s=TIMEOUT_S):  # the keeper was being replaced
             engine.boundary(step)
-        engine.wait(step, until="durable", timeout_s=30)
+        engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
         if engine.keep_best("loss", VALUES[step - 1], count=COUNT) is not None:
             until(functools.partial(names_at, directory, step))
         journal.write("names", len(names_at(directory)))

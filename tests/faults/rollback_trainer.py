@@ -10,6 +10,7 @@ import sys
 
 import torch
 from support.bits import digest
+from support.waiting import TIMEOUT_S
 from support.watching import Watch
 from trainer import Journal
 
@@ -62,7 +63,7 @@ def main() -> None:
     is_good = all(bool((parameter < 50).all()) for parameter in model.parameters())
     step = snapshot.step if snapshot else 0
     journal.write("resumed", step, "good" if is_good else "bad")
-    engine._wait_ready(timeout_s=30)
+    engine._wait_ready(timeout_s=TIMEOUT_S)
     watch = Watch(engine)
     for batch in data:
         loss = (model(batch) - batch).square().mean()
@@ -81,7 +82,7 @@ def main() -> None:
         engine.gate()
         if mode == "by hand" and step == 7 and not past["rolled back"] and not (snapshot and is_good):
             if levels:
-                engine.wait(step, timeout_s=30)
+                engine.wait(step, timeout_s=TIMEOUT_S)
             step = engine.rollback(steps=2).step
             past["rolled back"] = True
             journal.write("back", step)

@@ -10,6 +10,7 @@ import sys
 
 import torch
 from support.bits import digest
+from support.waiting import TIMEOUT_S
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 
@@ -41,7 +42,7 @@ def main() -> None:
     journal.write("resumed", snapshot.step if snapshot else 0, snapshot.level if snapshot else "nothing")
     os.environ.pop("LAZYSNAP_FAULT", None)  # the keeper runs: one that takes its place does not die as well
     engine._prepare()
-    engine._wait_ready(timeout_s=30)
+    engine._wait_ready(timeout_s=TIMEOUT_S)
     for step in range((snapshot.step if snapshot else 0) + 1, steps + 1):
         batch = torch.randn(8, 24)
         loss = (model(batch) - batch).square().mean()
@@ -51,12 +52,12 @@ def main() -> None:
         scheduler.step()
         journal.write("trained", step)
         began = engine.boundary(step)
-        if not began and engine._wait_ready(timeout_s=30):  # the keeper was being replaced
+        if not began and engine._wait_ready(timeout_s=TIMEOUT_S):  # the keeper was being replaced
             began = engine.boundary(step)
         journal.write("begun" if began else "skipped", step)
         engine.gate()
         journal.write("gated", step)
-        if step % 3 == 0 and engine.wait(step, until="durable", timeout_s=10):
+        if step % 3 == 0 and engine.wait(step, until="durable", timeout_s=TIMEOUT_S):
             journal.write("durable", step)
     engine.close()
     with open(result_path, "w") as result:

@@ -10,7 +10,7 @@ from lazysnap.keeper.wire import Channel
 from lazysnap.memory.slots import KeeperSlot, make_slot
 from lazysnap.memory.words import NodePage
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 PID = 4242
 """The process that it says to be."""
 

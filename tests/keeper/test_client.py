@@ -186,8 +186,7 @@ def test_a_keeper_that_is_started_gets_state_and_slots_before_it_runs(
 
 def test_a_trainer_is_refused_while_another_one_is_attached(keeper, make_client, monkeypatch, caplog):
     caplog.set_level("INFO", "lazysnap")
-    monkeypatch.setattr(search, "_BUSY_GRACE_S", 0.3)
-    monkeypatch.setattr(search, "_REPORT_BUSY_S", 0.1)
+    monkeypatch.setattr(search, "_REPORT_BUSY_S", 0.0)
     client = make_client()
     client.start()
     num_refused = 0

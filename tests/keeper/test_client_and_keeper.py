@@ -11,7 +11,7 @@ import time
 import pytest
 from support.image import Image
 from support.keepers import keeper_of
-from support.waiting import until
+from support.waiting import TIMEOUT_S, stop, until
 
 from lazysnap.config import SnapshotConfig
 from lazysnap.core.messages import Farewell, JobSettings, LevelSettings, MemoryWish, NamedStep, PeerAddress, StepKey
@@ -27,7 +27,6 @@ from lazysnap.ranks.discovery import discover_keepers
 from lazysnap.ranks.world import World
 from lazysnap.shard.manifest import CaptureMeta
 
-TIMEOUT_S = 30.0
 RUN = "00000000000000aa"
 START = 5
 WISH = MemoryWish(num_slots=3, meta_bytes=4096, image_bytes=1 << 16)
@@ -194,7 +193,7 @@ def test_another_process_is_refused_and_may_look(training):
 def test_a_stopped_keeper_is_silent_and_training_goes_on(make_training, monkeypatch):
     monkeypatch.setattr(trainer_link, "_LEAST_S", 0.0)
     training = make_training(io_timeout_s=1.0).begin()
-    os.kill(training.client.keeper_pid, signal.SIGSTOP)
+    stop(training.client.keeper_pid)
     training.wait(lambda _: training.client.is_silent)
     training.capture(0)
     with pytest.raises(KeeperError, match="did not report its memory within"):
@@ -208,7 +207,7 @@ def test_a_stopped_keeper_is_named_to_who_wants_to_connect(make_training):
     first = make_training().begin()
     first.capture(0)
     pid = first.client.keeper_pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     second = make_training(io_timeout_s=0.5)
     with pytest.raises(KeeperError, match=rf"did not answer within 0\.5 s \(io_timeout_s\).*`kill -CONT {pid}`"):
         second.client.connect(TIMEOUT_S)
@@ -228,7 +227,7 @@ def test_a_restart_waits_until_the_keeper_serves_at_the_address_of_the_new_start
     second.client.connect(TIMEOUT_S)
     assert second.client.state.serves_at == PeerAddress(*old)
 
-    os.kill(second.client.keeper_pid, signal.SIGSTOP)
+    stop(second.client.keeper_pid)
     found = []
     discovering = threading.Thread(target=lambda: found.append(discover(second)))
     discovering.start()

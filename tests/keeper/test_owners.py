@@ -119,7 +119,7 @@ def test_the_files_of_a_killed_keeper_are_taken_over_and_the_last_keeper_leaves_
     try:
         first = job.trainer()
         keeper = job.keeper_pid()
-        stop(first.process)  # it cannot start the next keeper
+        stop(first.process.pid)  # it cannot start the next keeper
         os.kill(keeper, signal.SIGKILL)
         second = job.trainer()
         assert job.keeper_pid() != keeper

@@ -303,14 +303,14 @@ def test_a_second_trainer_does_not_come_between_a_trainer_and_its_next_keeper(jo
     second.process.stdin.write('["connect", {}]\n')
     second.process.stdin.flush()
     assert until(lambda: log.exists() and "client.refused" in log.read_text())
-    stop(first.process)
+    stop(first.process.pid)
     os.kill(job.keeper_pid(), signal.SIGKILL)
     until(lambda: log.read_text().count("client.no_start_yet") >= 5)  # it finds no keeper, again and again
     assert "client.start_keeper" not in log.read_text()
     first.process.send_signal(signal.SIGCONT)
 
     assert "JobBusy" in second.process.stdout.readline()
-    assert until(lambda: first.slots() == 3, first.why_not, timeout_s=10)
+    assert until(lambda: first.slots() == 3, first.why_not)
     assert [entry[0] for entry in first.inventory()] == [1]
 
 
@@ -501,7 +501,7 @@ def test_a_keeper_that_hangs_is_noticed_by_deadline_and_never_blocks_captures(jo
     first = job.trainer(levels=[job.level()], timeout_s=1.0)
     first.capture(step=0)
     keeper = job.keeper_pid()
-    os.kill(keeper, signal.SIGSTOP)
+    stop(keeper)
     try:
         assert not first.store(timeout_s=0.2)
         assert first.inventory()["error"] == "KeeperError"

@@ -13,6 +13,7 @@ from support.damage import flip
 from support.listing import files_below
 from support.place import pattern
 from support.snapshots import Snapshot
+from support.waiting import TIMEOUT_S
 
 from lazysnap.core.actions import (
     DeleteFiles,
@@ -245,9 +246,9 @@ def test_a_capture_is_written_while_it_is_copied(rig, node):
     task = WriteLevel(0, 1, key_of(7), (place,))
     thread = threading.Thread(target=lambda: ended.append(level.run(task, node, control)))
     thread.start()
-    assert waits.wait(20)
+    assert waits.wait(TIMEOUT_S)
     node.fill(place[1], image_of(7))
-    thread.join(20)
+    thread.join(TIMEOUT_S)
 
     assert isinstance(ended[0], StepStored)
     assert bytes_at(level.path(7)) == image_of(7)
@@ -826,7 +827,7 @@ def test_a_thread_that_was_abandoned_commits_nothing_while_another_one_works(rig
         if name == "level.store.commit" and not hanging:
             hanging.append(threading.current_thread())
             hangs.set()
-            assert goes_on.wait(30)
+            assert goes_on.wait(TIMEOUT_S)
 
     passing(hang)
     task = WriteLevel(0, 1, key_of(7), (node.capture(Capture(7)),))
@@ -834,13 +835,13 @@ def test_a_thread_that_was_abandoned_commits_nothing_while_another_one_works(rig
     ended = []
     thread = threading.Thread(target=lambda: ended.append(level.run(task, node, abandoned)))
     thread.start()
-    assert hangs.wait(30)
+    assert hangs.wait(TIMEOUT_S)
     abandoned.is_cancelled = True
 
     assert level.run(ProbeLevel(0, 2)) == TaskEnded(2)
     assert isinstance(level.write(node, Capture(8)), StepStored)
     goes_on.set()
-    thread.join(30)
+    thread.join(TIMEOUT_S)
 
     assert isinstance(ended[0], Missed)
     assert level.list() == Listed(9, (key_of(8),), (key_of(7),))

@@ -6,6 +6,7 @@ import torch
 from harness import BATCH_SIZE, Net, Numbers
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from support.stored import names_at
+from support.waiting import TIMEOUT_S
 from torch.utils.data import DataLoader
 
 import lazysnap
@@ -23,7 +24,7 @@ class Stored(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if self.lazy.engine is not None:
             assert self.lazy.engine._wait_ready(20)
-            self.lazy.engine.wait(until="durable", timeout_s=20)
+            self.lazy.engine.wait(until="durable", timeout_s=TIMEOUT_S)
 
 
 class DieAt(Callback):

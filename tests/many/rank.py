@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from support.waiting import capture_for_all, until
+from support.waiting import TIMEOUT_S, capture_for_all, stop, until
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -290,6 +290,10 @@ def main() -> None:
         os._exit(0)
     every = settings.get("every", 1)
     levels = tuple(PersistentLevel(**level) for level in settings["levels"])
+    parity = settings.get("parity", 1)
+    redundancy = None
+    if parity is not None:
+        redundancy = Redundancy(parity=parity, every_n_steps=1)
     config = SnapshotConfig(
         every_n_steps=every,
         levels=levels,
@@ -302,7 +306,7 @@ def main() -> None:
         require_memory=settings.get("require_memory", False),
         collective_timeout_s=settings.get("collective_timeout_s", 30.0),
         io_timeout_s=settings.get("io_timeout_s", 20.0),
-        redundancy=Redundancy(parity=settings.get("parity", 1), every_n_steps=1),
+        redundancy=redundancy,
     )
     with timed(write):
         engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
@@ -324,7 +328,7 @@ def main() -> None:
         os.kill(settings["thaw"], signal.SIGCONT)
     if not settings.get("unready"):
         engine._prepare()
-        write("ready", engine._wait_ready(timeout_s=30))
+        write("ready", engine._wait_ready(timeout_s=TIMEOUT_S))
     if "silent_after_s" in settings:  # only now: the keeper had as long as it took to start
         Silence._patience_s = Patience(settings["silent_after_s"])
     for step in range(start + 1, settings["steps"] + 1):
@@ -354,21 +358,21 @@ def main() -> None:
             continue
         if settings.get("renewed_at") == step:
             until(lambda: keeper_of(engine) not in (None, keeper), lambda: "another keeper")
-            write("renewed", engine._wait_ready(timeout_s=30))
+            write("renewed", engine._wait_ready(timeout_s=TIMEOUT_S))
         if engine.boundary(step):
             write("begun", step)
         else:
             write("skipped", step)
             if engine.statistics().unprotected is None or "thaw" in settings:
-                engine._wait_ready(timeout_s=30)  # the first boundary asks for memory
+                engine._wait_ready(timeout_s=TIMEOUT_S)  # the first boundary asks for memory
         engine.gate()
         write("gated", step)
         write("collectives", exchanges())
         if "values" in settings:
-            engine.wait(step, until="durable", timeout_s=30)
+            engine.wait(step, until="durable", timeout_s=TIMEOUT_S)
             write("kept", step, engine.keep_best("loss", settings["values"][step - 1], count=2))
         if settings.get("freeze_at") == step:
-            os.kill(keeper_of(engine), signal.SIGSTOP)
+            stop(keeper_of(engine))
         if settings.get("hear_at") == step:
             until(lambda: engine.statistics() is not None and heard.is_set(), settings["until_heard"])
         if settings.get("thaw_at") == step:
@@ -386,9 +390,11 @@ def main() -> None:
             write("stopped", step, digest(model, optimizer), *own(model, loop))
             if settings.get("wait_protected"):
                 capture_for_all(engine, step)
-                write("protected", step, engine.wait(step, until="protected", timeout_s=settings.get("wait_s", 20)))
+                write(
+                    "protected", step, engine.wait(step, until="protected", timeout_s=settings.get("wait_s", TIMEOUT_S))
+                )
             if settings.get("wait_durable"):
-                write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", 20)))
+                write("durable", step, engine.wait(step, until="durable", timeout_s=settings.get("wait_s", TIMEOUT_S)))
             engine.abandon()
             os._exit(9)
     if heard is not None:

@@ -15,7 +15,7 @@ import sys
 import torch
 import torch.distributed as dist
 from support.bits import digest
-from support.waiting import capture_for_all
+from support.waiting import TIMEOUT_S, capture_for_all
 from support.watching import Watch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -58,7 +58,7 @@ def main() -> None:
     if settings.get("look"):
         engine.abandon()
         os._exit(0)
-    assert engine._wait_ready(timeout_s=30)
+    assert engine._wait_ready(timeout_s=TIMEOUT_S)
     watch = Watch(engine)
     for number in range(step, settings["batches"]):
         if number in settings["never"]:
@@ -81,12 +81,12 @@ def main() -> None:
         write("trained", step, digest([list(model.parameters()), list(optimizer.state.values())]))
     if "nodes" in settings:
         capture_for_all(engine, step)
-        write("protected", step, engine.wait(step, until="protected", timeout_s=30))
+        write("protected", step, engine.wait(step, until="protected", timeout_s=TIMEOUT_S))
     if settings.get("back"):
         step = engine.rollback(steps=settings["back"]).step
         write("back", step, digest([list(model.parameters()), list(optimizer.state.values())]))
         if "nodes" in settings:
-            write("protected", step, engine.wait(step, until="protected", timeout_s=30))
+            write("protected", step, engine.wait(step, until="protected", timeout_s=TIMEOUT_S))
         engine.abandon()
         sys.stdout.flush()
         os._exit(9)

@@ -3,7 +3,7 @@
 import pytest
 from rank_keepers import processes
 from support.catalogue import inventory_of
-from support.waiting import until
+from support.waiting import TIMEOUT_S, until
 
 from lazysnap import events
 from lazysnap.levels.store import open_storage
@@ -71,7 +71,7 @@ def test_what_one_rank_has_is_not_durable(job, disks, works):
     if not works:
         disks.paths[1].write_text("no directory")
 
-    job.run("ddp", 2, by_rank=disks.by_rank, stop_at=4, wait_durable=True, wait_s=20 if works else 2)
+    job.run("ddp", 2, by_rank=disks.by_rank, stop_at=4, wait_durable=True, wait_s=TIMEOUT_S if works else 2)
 
     assert [line[2:] for line in job.events("durable")] == [["4", str(works)]] * 2, job.output()
     if works:
@@ -137,22 +137,19 @@ AT = [
 
 @pytest.mark.parametrize(("victim", "fault"), AT)
 def test_a_rank_that_dies_between_commit_and_telling_leaves_what_all_have(job, disks, end_keepers, victim, fault):
-    # So slow that the level stores enough of them to delete one.
-    codes = job.run("ddp", 2, by_rank=disks.by_rank, steps=60, faults={victim: fault}, lag_s=0.02)
+    # It trains until the level has stored so many that the fault is reached.
+    codes = job.run("ddp", 2, by_rank=disks.by_rank, steps=10_000, faults={victim: fault}, lag_s=0.02)
     assert -9 in codes, job.output()
     end_keepers(job)
-    last = disks.complete()
-    assert last
+    [newest, *_] = disks.complete()
 
-    # So slow that what one disk alone has is older than enough complete ones, and is deleted.
-    assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=60, lag_s=0.05)) == {0}, job.output()
-
-    assert job.resumed() == last[0]
-    assert disks.complete()[0] == 60
-    # What one of them alone has goes when two newer ones are complete: of a quick training perhaps the last one alone.
-    assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=61)) == {0}, job.output()
+    # What one disk alone has is deleted once enough newer ones are complete: the last steps of two trainings.
+    steps = [newest + 40, newest + 41]
+    for resumed, last in zip([newest, steps[0]], steps, strict=True):
+        assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=last)) == {0}, job.output()
+        assert job.resumed() == resumed
     disks.come_to_hold_the_same()
-    assert disks.complete() == [61, 60]
+    assert disks.complete() == steps[::-1]
 
 
 @pytest.mark.parametrize("point", ["keeper.persist.committed", "level.store.uncommitted"])
@@ -161,17 +158,19 @@ def test_a_keeper_that_dies_alone_is_followed_by_one_that_is_told_what_all_have(
     codes = job.run("ddp", 2, by_rank=disks.by_rank, steps=24, faults={1: f"{point}:4:kill"}, lag_s=0.02)
     assert codes == [0, 0], job.output()
 
-    disks.come_to_hold_the_same(least=1)  # levels may leave out any step but the last one
     # A rank whose keeper just died leaves a step out. The last one is captured at the end, where that is possible.
-    [newest, *_] = disks.complete()
-    assert newest >= max(job.begun(0) & job.begun(1))
-    assert {line[2] for line in job.events("closed")} == {str(newest == 24)}
+    least = max(job.begun(0) & job.begun(1))
+    # Levels may leave out any step but the last one.
+    until(lambda: disks.hold_the_same(least=1) and disks.complete()[0] >= least, disks.told)
+    assert {line[2] for line in job.events("closed")} == {str(least == 24)}
 
 
 def test_a_slow_disk_of_one_node_gets_fewer_snapshots_the_same_as_the_others_and_holds_nobody_up(job, disks):
     disks.by_rank["1"]["levels"][0]["max_bytes_per_s"] = 500_000
 
-    assert set(job.run("ddp", 2, by_rank=disks.by_rank, steps=60, lag_s=0.01)) == {0}, job.output()
+    # Without parity: while a newer step is being protected two are held, and a capture may be left out.
+    codes = job.run("ddp", 2, by_rank=disks.by_rank, steps=60, lag_s=0.01, parity=None)
+    assert set(codes) == {0}, job.output()
 
     disks.come_to_hold_the_same()
     assert disks.complete()[0] == 60
@@ -179,5 +178,4 @@ def test_a_slow_disk_of_one_node_gets_fewer_snapshots_the_same_as_the_others_and
     assert len(stored) == 1
     assert 2 <= stored.pop() < 60
     for rank in (0, 1):
-        # While a newer step is being protected two are held, and a capture may be left out.
-        assert len(job.begun(rank)) > 50, job.output()
+        assert job.begun(rank) == set(range(1, 61)), job.output()

@@ -1,12 +1,11 @@
 """One rank of several has no memory for captures: training goes on, and that rank says what it means."""
 
-import os
 import pathlib
-import signal
 
 import pytest
 from rank_keepers import keeper_of
 from support.stored import snapshots_at
+from support.waiting import stop
 
 NO_MEMORY = {"max_bytes": 1 << 16, "spill_dir": ""}
 
@@ -62,7 +61,7 @@ def test_a_keeper_that_is_silent_while_engines_are_made_joins_when_it_answers(ma
     by_rank = {"0": {"node": "node-a"}, "1": {"node": "node-b"}}
     assert set(job.run("ddp", 2, by_rank=by_rank, stop_at=4, wait_durable=True)) == {9}, job.output()
     pid = keeper_of(job, "node-a")
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
 
     settings = {"by_rank": by_rank, "io_timeout_s": 1.0, "thaw": pid, "steps": 10_000, "lag_s": 0.02}
     codes = job.run("ddp", 2, until_stored_after=5, wait_protected=True, wait_durable=True, **settings)

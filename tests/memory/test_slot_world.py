@@ -4,7 +4,7 @@ import random
 
 import mutants
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from slot_world import Broken, World
 
@@ -99,7 +99,6 @@ def modules():
     return mutants.load()
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_whole_captures_stay_and_are_read_as_they_were_captured(modules, seed):
     """In any order of stores, deaths of either process and captures of the same step."""

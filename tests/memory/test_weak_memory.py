@@ -5,7 +5,7 @@ import random
 
 import mutants
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from weak_memory import Process, WeakMemory, WeakWords
 
@@ -84,7 +84,6 @@ def modules():
     return mutants.load()
 
 
-@settings(deadline=None)
 @given(st.integers(0, 1 << 32))
 def test_a_reader_gets_the_bytes_of_its_capture_or_none(modules, seed):
     wanted, image = read_in_some_order(modules, seed)

@@ -16,12 +16,11 @@ import warnings
 
 import torch
 from odd_cases import CASES
+from support.waiting import TIMEOUT_S, stop
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig, SnapshotEngine
 from lazysnap.state.objects import ObjectState
 from lazysnap.state.walk import walk
-
-TIMEOUT_S = 30
 
 
 def tensor_bytes(tensor):
@@ -51,7 +50,7 @@ def die(engine, step, death):
         if os.fork():
             signal.pause()
         # The trainer is stopped meanwhile: it would start another keeper, which has the memory.
-        os.kill(trainer, signal.SIGSTOP)
+        stop(trainer)
         os.kill(keeper, signal.SIGKILL)
         select.select([gone], [], [], TIMEOUT_S)
         os.kill(trainer, signal.SIGKILL)

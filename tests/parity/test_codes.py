@@ -76,7 +76,6 @@ def test_buffers_beyond_what_one_call_takes_are_cut():
     assert whole == cut
 
 
-@settings(deadline=None)
 @given(st.integers(0, 255), st.binary(max_size=300), st.booleans())
 def test_any_buffer_is_taken(weight, data, is_writable):
     out = SAMPLE[: len(data)]
@@ -130,7 +129,7 @@ def test_any_pieces_that_are_enough_in_number_are_enough(parity):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_pieces_of_large_codes_too_in_any_order(data):
     pieces = data.draw(st.integers(1, 24))

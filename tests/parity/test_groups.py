@@ -5,7 +5,7 @@ import time
 from collections import Counter
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lazysnap.errors import ConfigError
@@ -42,7 +42,6 @@ def test_the_pieces_of_all_parts_fill_each_place_of_each_stripe_once():
 
 
 @pytest.mark.slow
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1 << 40), min_size=4, max_size=4), st.integers(1, 3))
 def test_pieces_are_aligned_and_hold_the_largest_part(sizes, parity):
     group = Group((0, 1, 2, 3), parity)
@@ -51,7 +50,6 @@ def test_pieces_are_aligned_and_hold_the_largest_part(sizes, parity):
     assert max(sizes) <= piece_bytes * group.pieces <= max(sizes) + 64 * group.pieces
 
 
-@settings(deadline=None)
 @given(st.integers(2, 300), st.sampled_from(SCHEMES))
 def test_groups_are_balanced_and_every_node_is_in_one(nodes, scheme):
     size, parity = scheme

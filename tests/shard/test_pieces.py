@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lazysnap.errors import FormatError
@@ -32,7 +32,6 @@ def covered(pieces, offsets, shape):
 SHAPES = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 
 
-@settings(deadline=None)
 @given(SHAPES, st.data())
 def test_any_cut_gives_any_other_cut(shape, data):
     parts = data.draw(st.tuples(*(st.integers(1, 4) for _ in shape)))
@@ -67,7 +66,6 @@ def test_replicas_count_once():
     assert [tile.piece for tile in covered([*pieces, Piece(7, (0,), (4,))], (0,), (8,)).tiles] == pieces
 
 
-@settings(deadline=None)
 @given(st.tuples(st.integers(1, 9), st.integers(1, 9)), st.integers(1, 4), st.data())
 def test_nodes_that_cut_the_same_shards_at_other_rows_hold_replicas(shape, columns, data):
     """Each node has every shard of a mesh, and cuts its rows into as many parts as it has ranks for it."""
@@ -114,7 +112,6 @@ def filled_by(pieces, wanted):
     return bool(seen.all())
 
 
-@settings(deadline=None)
 @given(SHAPES.filter(lambda shape: 0 not in shape), st.data())
 def test_a_box_is_whole_exactly_when_the_last_piece_of_it_came(shape, data):
     parts, others = (data.draw(st.tuples(*(st.integers(1, 4) for _ in shape))) for _ in range(2))
@@ -127,7 +124,6 @@ def test_a_box_is_whole_exactly_when_the_last_piece_of_it_came(shape, data):
         assert (cover.missing == 0) == filled_by(pieces[:number], wanted)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4), st.integers(0, 9), st.integers(0, 4)), max_size=12))
 def test_pieces_that_overlap_make_a_box_whole_exactly_when_it_has_no_hole(boxes):
     pieces = [Piece(rank, (a, c), (b, d)) for rank, (a, b, c, d) in enumerate(boxes)]

@@ -19,7 +19,7 @@ def cases(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(cases())
 def test_the_spans_of_a_box_are_the_box(case):
     offset, shape, box, unit, itemsize = case
@@ -43,7 +43,7 @@ def test_the_spans_of_a_box_are_the_box(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(cases())
 def test_what_crosses_a_unit_is_one_row_no_longer_than_a_unit_or_one_element(case):
     offset, shape, box, unit, itemsize = case

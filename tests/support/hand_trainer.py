@@ -19,7 +19,7 @@ from lazysnap.memory.slots import TrainerSlot
 from lazysnap.memory.words import NodePage
 from lazysnap.shard.manifest import CaptureMeta
 from support.image import Image
-from support.waiting import until
+from support.waiting import TIMEOUT_S, until
 
 IMAGE_BYTES = 1 << 16
 RUN = "00000000000000aa"
@@ -61,7 +61,7 @@ class HandTrainer:
         self.state = structs.replace(self.state, **fields)
         self.channel.send(self.state)
 
-    def until_state(self, is_true, timeout_s=30.0):
+    def until_state(self, is_true, timeout_s=TIMEOUT_S):
         """Wait for a state of the keeper, and return it."""
         deadline = time.monotonic() + timeout_s
         while not is_true(self.keeper):
@@ -73,7 +73,7 @@ class HandTrainer:
     def ask(self, **fields):
         """Ask a question. Returns: the answer, and its descriptors."""
         self.channel.send(Question(**fields))
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + TIMEOUT_S
         while not self.answers:
             assert time.monotonic() < deadline
             self.read(timeout_s=0.1)
@@ -81,7 +81,7 @@ class HandTrainer:
 
     def until_over(self):
         """Wait until the keeper closed the connection."""
-        deadline = time.monotonic() + 30.0
+        deadline = time.monotonic() + TIMEOUT_S
         while not self.is_over:
             assert time.monotonic() < deadline
             self.read(timeout_s=0.1)

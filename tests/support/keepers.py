@@ -2,13 +2,12 @@
 
 import contextlib
 import os
-import pathlib
 import signal
 from collections.abc import Iterator
 
 from lazysnap.keeper.identity import JobIdentity
 from lazysnap.keeper.launch import try_connect
-from support.waiting import until
+from support.waiting import stop
 
 _KEEPER = b"\0-m\0lazysnap.keeper\0"
 
@@ -25,18 +24,11 @@ def keeper_of(identity: JobIdentity) -> int | None:
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Stop a keeper until the end of the block. It stands still from the beginning of the block on."""
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
-        until(lambda: _are_threads_stopped(pid))
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
-
-
-def _are_threads_stopped(pid: int) -> bool:
-    """True if the signal, which reaches one thread after the other, has reached all."""
-    texts = [path.read_text() for path in pathlib.Path(f"/proc/{pid}/task").glob("*/stat")]
-    return all(text.rpartition(")")[2].split()[0] == "T" for text in texts)
 
 
 def end_keepers(test: str) -> None:

@@ -1,14 +1,14 @@
 """Waiting for what other threads and processes do."""
 
 import os
+import pathlib
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 """Long enough for a busy machine: nothing waits for it that works."""
 
 
@@ -40,7 +40,13 @@ def capture_for_all(engine: Any, step: int) -> None:
     until(is_captured)
 
 
-def stop(process: subprocess.Popen) -> None:
-    """Stop ``process``, and return when it is: until then it may still do what a test means to prevent."""
-    process.send_signal(signal.SIGSTOP)
-    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+def stop(pid: int) -> None:
+    """Stop a process, and return when it is: until then it may still do what a test means to prevent."""
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: _are_threads_stopped(pid))
+
+
+def _are_threads_stopped(pid: int) -> bool:
+    """True if the signal, which reaches one thread after the other, has reached all."""
+    texts = [path.read_text() for path in pathlib.Path(f"/proc/{pid}/task").glob("*/stat")]
+    return all(text.rpartition(")")[2].split()[0] == "T" for text in texts)
