@@ -3,6 +3,7 @@ training.
 """
 
 import argparse
+import ctypes
 import itertools
 import os
 import pathlib
@@ -15,7 +16,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lazysnap.cli.chaos_training import LOGS, CommandStart, Training, copy_directory, step_of
 from lazysnap.cli.output import OK, Output, command_words, count_of, without_end
@@ -113,8 +114,6 @@ def _tensors(path: pathlib.Path) -> dict[str, str]:
     import torch
     from torch.utils import _pytree
 
-    from lazysnap.data.digests import bytes_of
-
     try:
         leaves, _ = _pytree.tree_flatten_with_path(torch.load(path, map_location="cpu", weights_only=True))
     except (RuntimeError, pickle.UnpicklingError):  # of types that weights_only refuses, or not written by torch
@@ -124,6 +123,12 @@ def _tensors(path: pathlib.Path) -> dict[str, str]:
         if isinstance(leaf, torch.Tensor):
             values[_pytree.keystr(key)] = f"{leaf.dtype} {tuple(leaf.shape)} {digest(bytes_of(leaf))}"
     return values
+
+
+def bytes_of(tensor: Any) -> bytes:
+    """Return a copy of the bytes of a tensor on the CPU, in row-major order. It needs no NumPy."""
+    values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return ctypes.string_at(values.data_ptr(), values.nbytes)
 
 
 def difference(undisturbed: dict[str, str], disturbed: dict[str, str]) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from lazysnap import PersistentLevel, ResumableLoader, SnapshotConfig, SnapshotEngine
-from lazysnap.data.digests import bytes_of
+from lazysnap.cli.chaos import bytes_of
 
 _CONTEXT = 64
 _WIDTH = 64

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lazysnap.data.digests import digest_of
 from lazysnap.data.iterators import follow
 from lazysnap.data.layout import is_first_rank, length_of
 from lazysnap.data.own_state import (
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NOT_NOTED = ("given", "last_index", "now", "checkpoint", "layout", "at_end", "was_left")
+_NOT_NOTED = ("given", "now", "checkpoint", "layout", "at_end", "was_left")
 """Fields of a position that change during its iteration."""
 _LONG_S = 1.0
 _NO_ORDER = (
@@ -50,11 +49,6 @@ _NOT_BEGUN_THERE = (
     "iterable datasets, or an iterator of its own): a restart reads the epoch again and drops the batches that were "
     "trained. That is exact only if it gives the same samples each time. In a training of one process "
     "dispatch_batches=False lets the loader begin there"
-)
-_OTHER_DATA = (
-    "%s gave another first batch than before the restart, reading the same epoch again: this training does not resume "
-    "exactly. Its order or its samples come from something that no snapshot holds (a generator that is made with the "
-    "clock, another number of workers, other files); state_dict() and load_state_dict() of the dataset make it exact"
 )
 _clock = itertools.count(1)
 
@@ -96,7 +90,7 @@ class Iteration:
 
         ``is_at_end``: the last batch was given.
         """
-        record = {**self.notes, "given": self.given, "last_index": self._plan.digest_of_index(self.given)}
+        record = {**self.notes, "given": self.given}
         checkpoint = self._plan.checkpoint_behind(self.given, is_at_end=is_at_end)
         if checkpoint is not None:
             record["checkpoint"] = checkpoint
@@ -127,10 +121,7 @@ class Iteration:
                 plan.pass_over(self._inner)
             plan.read = self.given
             plan.before_batch()
-        batch = next(self._inner)
-        if not self.given and self._only_rereads:
-            self._note_first_batch(batch)
-        return batch
+        return next(self._inner)
 
     @property
     def _only_rereads(self) -> bool:
@@ -138,17 +129,6 @@ class Iteration:
         if self._plan.is_asked or self._can_pass:
             return False
         return not (self._plan.follows and saves_position(getattr(self._base, "dataset", None)))
-
-    def _note_first_batch(self, batch: Any) -> None:
-        """Record a digest of the epoch's first batch; after a restart compare it with the earlier one."""
-        digest = digest_of(batch)
-        self.notes["first_batch"] = digest
-        digest_before = (self._plan.origin or {}).get("first_batch")
-        if digest_before in (None, digest) or self._position.is_recounted:
-            return
-        if is_first_rank():
-            dataset = getattr(self._base, "dataset", self._base)
-            logger.warning(_OTHER_DATA, type(dataset).__name__)
 
     # ---------------------------------------------------------------- its beginning
 

@@ -84,9 +84,7 @@ class _FollowsPlan:
             plan.pass_over(self)
         if not plan.workers:
             plan.before_batch()
-        index = super()._next_index()  # type: ignore[misc]
-        plan.note_index(index)
-        return index
+        return super()._next_index()  # type: ignore[misc]
 
 
 @functools.cache

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
+import xxhash
+from torch.utils.data import Subset
 
 EpochLayout = dict[str, int | None]
 """``ranks``; ``samples`` of a step of all ranks; samples of a ``batch``; ``length`` of the epoch in batches.
@@ -200,3 +202,35 @@ def _change_of_workers(before: EpochLayout, layout: EpochLayout, *, is_iterable:
         "the order of the samples is resumed exactly, random numbers drawn in workers (augmentation) are not, until "
         "this epoch ends"
     )
+
+
+class SubsetDigest:
+    """The digest of the indices of a ``Subset``, computed once for each list of indices."""
+
+    def __init__(self) -> None:
+        self._indices: list[Any] = []
+        self._digest: int | None = None
+
+    def of(self, dataset: Any) -> int | None:
+        """Return the digest of the ``Subset`` objects around ``dataset``; ``None`` if there is none."""
+        indices: list[Any] = []
+        while isinstance(dataset, Subset):
+            indices.append(dataset.indices)
+            dataset = dataset.dataset
+        if not indices:
+            return None
+        is_known = len(indices) == len(self._indices)
+        is_known = is_known and all(old is new for old, new in zip(self._indices, indices, strict=True))
+        if not is_known:
+            self._indices = indices
+            self._digest = _digest_of(indices)
+        return self._digest
+
+
+def _digest_of(indices: Sequence[Any]) -> int:
+    digest = xxhash.xxh3_64()
+    for numbers in indices:
+        if hasattr(numbers, "tolist"):  # a tensor or an array
+            numbers = numbers.tolist()
+        digest.update(repr(list(numbers)).encode())
+    return digest.intdigest() >> 1  # fits a signed integer of 64 bits

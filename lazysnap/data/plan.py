@@ -18,8 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lazysnap.data.digests import digest_of
-from lazysnap.data.layout import is_first_rank
 from lazysnap.data.own_state import is_asked, saves_position
 from lazysnap.data.parts import attributes_of, base_of, is_iterable
 
@@ -33,11 +31,6 @@ Checkpoint = dict[str, Any]
 
 _COUNTERS = ("_num_yielded", "_sampler_iter_yielded")
 """Counters of batches that iterators keep."""
-_OTHER_ORDER = (
-    "the sampler of %s gives this epoch in another order than before the restart: some samples are skipped and others "
-    "trained twice. Its order comes from something that no snapshot holds, or it draws from the global random "
-    "generators as it goes: seed it when it is iterated, or let it draw from a generator that it keeps in an attribute"
-)
 
 
 def _reference_to(base: Any) -> Callable[[], Any]:
@@ -83,11 +76,6 @@ class IterationPlan:
         self.has_ended = False
         """True if the iterable dataset gave its last sample: its own state is that of the next epoch."""
         self._streams_at_first: dict[str, Any] | None = None
-        self._order_warned = False
-        self._taken = 0
-        """Indices of batches that were taken from the sampler."""
-        self._digests: dict[int, int] = {}
-        """Digests of the last of them, by number: workers and Accelerate's loaders prefetch some."""
 
     @property
     def base(self) -> Any:
@@ -125,14 +113,8 @@ class IterationPlan:
             self.streams.restore(streams_here)
 
     def _pass_over_indices(self, iterator: Any) -> None:
-        first_index = list(itertools.islice(iterator._sampler_iter, 1))
-        last_index = list(itertools.islice(iterator._sampler_iter, max(self.passes - 2, 0), self.passes - 1))
-        for index in first_index:
-            self.note_index(index)
-        self._taken = self.passes - len(last_index)
-        for index in last_index:
-            self.note_index(index)
-        if len(first_index) + len(last_index) < min(self.passes, 2):
+        num_passed = sum(1 for _ in itertools.islice(iterator._sampler_iter, self.passes))
+        if num_passed < self.passes:
             logger.warning("the data ends before batch %d, where it should continue", self.passes)
         for name in _COUNTERS:
             if name in attributes_of(iterator):
@@ -148,43 +130,6 @@ class IterationPlan:
             self.streams.watch([position.loader, self.base])
 
     # ---------------------------------------------------------------- notes of each batch
-
-    def note_index(self, index: Any) -> None:
-        """Record a digest of a batch's indices; after a restart compare the first and the last with the earlier
-        ones.
-        """
-        if is_iterable(self.base):
-            return
-        self._taken += 1
-        digest = digest_of(index)
-        self._digests[self._taken] = digest
-        self._digests.pop(self._taken - self._most_ahead() - 2, None)
-        if self._taken == 1:
-            self.notes["first_index"] = digest
-        self._compare_order(digest)
-
-    def _most_ahead(self) -> int:
-        """Return how many batches may be taken from the sampler before they are given."""
-        return self.workers * (self.base.prefetch_factor or 1) + self.reads_ahead
-
-    def _compare_order(self, digest: int) -> None:
-        position = self._position()
-        if self.origin is None or position is None or position.is_recounted:
-            return
-        digests_before = []
-        if self._taken == 1:
-            digests_before.append(self.origin.get("first_index"))
-        if self._taken == self.origin["given"]:
-            digests_before.append(self.origin.get("last_index"))
-        is_same = all(digest_before in (None, digest) for digest_before in digests_before)
-        if not is_same and not self._order_warned:
-            self._order_warned = True
-            if is_first_rank():
-                logger.warning(_OTHER_ORDER, type(self.base.dataset).__name__)
-
-    def digest_of_index(self, number: int) -> int | None:
-        """Return the digest of the indices of batch ``number``; ``None`` if they were not recorded."""
-        return self._digests.get(number)
 
     def before_batch(self) -> None:
         """Prepare to read the next batch, whose indices were taken."""

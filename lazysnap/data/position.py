@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lazysnap.data.digests import SubsetDigest
 from lazysnap.data.iteration import Iteration
 from lazysnap.data.layout import (
     EpochLayout,
+    SubsetDigest,
     changes_in,
     has_other_workers,
     is_first_rank,
@@ -210,9 +210,8 @@ class Position:
         """
         position = dict(state)
         if self.has_other_workers:
-            # States of earlier workers fit only the same number of workers, and other workers give another first batch.
+            # States of earlier workers fit only the same number of workers.
             position.pop("checkpoint", None)
-            position.pop("first_batch", None)
         if passed is not None:
             position.pop("checkpoint", None)
             position["given"] = passed

@@ -14,8 +14,21 @@ from lazysnap.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
-class Recorded:
-    """Records the iterations of ``loader`` in a position. Everything else is forwarded to the loader."""
+class ResumableLoader:
+    """A data loader whose position is state: add it to the state of the engine, and iterate it.
+
+    ::
+
+        loader = ResumableLoader(DataLoader(dataset, shuffle=True))
+        engine = SnapshotEngine("runs/a", {"model": model, "optimizer": optimizer, "loader": loader})
+
+    After a restore its next iteration continues after the last batch that was trained, in the same order and with the
+    same random numbers. If the epoch was at its end, that iteration is empty. Everything else is forwarded to the
+    loader.
+    Limits: see ``lazysnap.data.position``.
+    """
+
+    is_data_position = True
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -33,32 +46,6 @@ class Recorded:
         if name in ("loader", "position"):  # while it is copied or unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-
-class ResumableLoader(Recorded):
-    """A data loader whose position is state: add it to the state of the engine, and iterate it.
-
-    ::
-
-        loader = ResumableLoader(DataLoader(dataset, shuffle=True))
-        engine = SnapshotEngine("runs/a", {"model": model, "optimizer": optimizer, "loader": loader})
-
-    After a restore its next iteration continues after the last batch that was trained, in the same order and with the
-    same random numbers. If the epoch was at its end, that iteration is empty. Everything else is forwarded to the
-    loader.
-    Limits: see ``lazysnap.data.position``.
-    Raises: ConfigError, for an object that cannot be iterated repeatedly.
-    """
-
-    is_data_position = True
-
-    def __init__(self, loader: Any) -> None:
-        if not hasattr(loader, "__iter__") or hasattr(loader, "__next__"):
-            raise ConfigError(
-                f"ResumableLoader: a data loader that starts again at every iter() is needed, got "
-                f"{type(loader).__qualname__}"
-            )
-        super().__init__(loader)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current position."""
@@ -83,8 +70,8 @@ def with_position(loader: Any) -> tuple[Any, Position]:
         "then, and the batches are the same only if their order does not depend on that; use a DataLoader to make sure",
         type(loader).__qualname__,
     )
-    recorded = Recorded(loader)
-    return recorded, recorded.position
+    resumable = ResumableLoader(loader)
+    return resumable, resumable.position
 
 
 def make_resumable(loader: Any) -> Position:

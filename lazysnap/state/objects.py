@@ -1,6 +1,6 @@
 """The training state of a plain loop: named objects with ``state_dict`` and ``load_state_dict``."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,8 +47,8 @@ class ObjectState(StateSource):
     Values have ``state_dict()`` and ``load_state_dict()`` (modules, optimizers, schedulers, samplers, GradScaler,
     ``ResumableLoader``), or are dicts, updated in place on a restore, with the tensors in them. Generators of random
     numbers are always included.
-    Raises: ConfigError, for a value that is neither, for a data loader itself, or for the names ``rng`` and
-    ``lazysnap``.
+    Raises: ConfigError, for a value that is neither, for a data loader itself, for a ``ResumableLoader`` over an
+    iterator, or for the names ``rng`` and ``lazysnap``.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -61,6 +61,11 @@ class ObjectState(StateSource):
                 raise ConfigError(
                     f"state[{name!r}] is a {type(value).__qualname__}: give lazysnap.ResumableLoader(loader) to the "
                     "state, and iterate that"
+                )
+            if isinstance(value, ResumableLoader) and isinstance(value.loader, Iterator):
+                raise ConfigError(
+                    f"state[{name!r}]: ResumableLoader needs a data loader that starts again at every iter(), got "
+                    f"{type(value.loader).__qualname__}"
                 )
             stateful = hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
             if not stateful and not isinstance(value, dict):

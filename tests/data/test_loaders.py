@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from loader_run import FEW_CUTS, FEW_STRIDES, Numbers, Run, check_chain, check_cuts, workers_are_slow
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, get_worker_info
 from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -206,26 +206,6 @@ def test_after_a_restart_the_own_state_of_a_stateful_loader_is_still_that_of_its
     stock.load_state_dict(after.loader.loader.state_dict())
 
     assert [batch.tolist() for batch in stock] == [batch.tolist() for batch in batches]
-
-
-class Drawing(Sampler):
-    """Draws from the global generator as it goes."""
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        return (random.randrange(LENGTH) for _ in range(LENGTH))
-
-
-def test_a_sampler_that_draws_from_the_global_generators_as_it_goes_is_named_at_the_restart(caplog):
-    state = Run(lambda: numbers(sampler=Drawing()), 1).train(3).saved
-    after = Run(lambda: numbers(sampler=Drawing()), 2)
-    after.load(state)
-    after.train()
-
-    [line] = [record.getMessage() for record in caplog.records]
-    assert line.startswith("the sampler of Numbers gives this epoch in another order than before the restart")
 
 
 class Packs(list):

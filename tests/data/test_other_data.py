@@ -1,22 +1,18 @@
 """Data that a restart cannot read as before are named; generators are found wherever a dataset keeps them."""
 
 import functools
-import itertools
 import logging
 import random
 import weakref
 from collections.abc import Mapping
 
-import numpy
 import pytest
 import torch
 from loader_run import Run, check_cuts
-from torch.masked import masked_tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, get_worker_info
 
 from lazysnap import ResumableLoader, SnapshotEngine, StateError
 from lazysnap.data import generators
-from lazysnap.data.digests import digest_of
 
 LENGTH, BATCH = 22, 4
 OF_THE_MODULE = random.Random(9)
@@ -149,43 +145,6 @@ def test_a_logger_of_a_dataset_does_not_lead_the_search_to_all_loggers(caplog, m
     assert "not all were searched" not in caplog.text
 
 
-def test_batches_are_compared_without_numpy(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "numpy", None)
-    whole = torch.arange(6.0)
-
-    assert digest_of(whole[::2]) == digest_of(whole[::2].clone())
-    assert digest_of(whole[::2]) != digest_of(whole[:3])
-    assert digest_of(torch.empty(0)) != digest_of(torch.empty(0, 1))
-
-
-def complex_batch():
-    return torch.complex(torch.arange(3.0), torch.ones(3)).conj()
-
-
-def masked_batch():
-    return masked_tensor(torch.arange(3.0), torch.tensor([True, False, True]))
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of (MaskedTensors|nested tensors) is in prototype:UserWarning")
-@pytest.mark.parametrize(
-    "make_batch",
-    [
-        complex_batch,
-        masked_batch,
-        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
-        lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
-        lambda: torch.eye(3).to_sparse(),
-    ],
-)
-def test_batches_of_any_kind_of_tensor_have_a_digest(make_batch):
-    """It is computed inside the loop over a loader: an error would end the training."""
-    assert digest_of([make_batch()]) == digest_of([make_batch()])
-
-
-def test_the_digest_of_a_conjugate_view_is_that_of_its_values():
-    assert digest_of(complex_batch()) == digest_of(complex_batch().resolve_conj())
-
-
 class OnDisk(Mapping):
     """Reads a value at each access, as a file of HDF5 does."""
 
@@ -212,60 +171,6 @@ def test_the_search_for_generators_passes_weak_proxies_whose_object_is_gone():
     search.run([{"gone": gone, "in order": random.Random(1)}])
 
     assert list(search.generators) == ["0.in order"]
-
-
-def test_the_digest_of_an_array_of_objects_is_that_of_its_values():
-    def batch(text):
-        return numpy.array(["".join(text), None, 7], dtype=object)
-
-    assert digest_of(batch("one")) == digest_of(batch("one"))
-    assert digest_of(batch("one")) != digest_of(batch("two"))
-
-
-class Hidden(IterableDataset):
-    """Makes a generator in each iteration, as with the clock."""
-
-    seeds = itertools.count()
-
-    def __iter__(self):
-        order = list(range(LENGTH))
-        random.Random(next(self.seeds)).shuffle(order)
-        yield from (torch.tensor([float(number)]) for number in order)
-
-
-def test_a_dataset_that_saves_no_position_is_named_at_the_start_and_other_data_at_the_restart(caplog):
-    state = Run(lambda: loader(Hidden()), 1).train(3).saved
-    assert "Hidden saves no position: a restart reads the epoch again" in caplog.text
-    assert "gave another first batch" not in caplog.text
-    after = Run(lambda: loader(Hidden()), 2)
-    after.load(state)
-    next(iter(after.loader))
-    assert "Hidden gave another first batch than before the restart" in caplog.text
-
-
-class ByTheClock(Sampler):
-    starts = itertools.count()
-
-    def __len__(self):
-        return LENGTH
-
-    def __iter__(self):
-        order = list(range(LENGTH))
-        random.Random(next(self.starts)).shuffle(order)
-        return iter(order)
-
-
-@pytest.mark.parametrize("cut", [3, 6])
-def test_an_order_that_no_snapshot_holds_is_named(caplog, cut):
-    def make():
-        return loader(OfTheClass(), sampler=ByTheClock())
-
-    state = Run(make, 1).train(cut).saved
-    after = Run(make, 2)
-    after.load(state)
-    next(iter(after.loader), None)
-
-    assert "the sampler of OfTheClass gives this epoch in another order" in caplog.text
 
 
 class Endless(OfTheClass):

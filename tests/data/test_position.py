@@ -162,9 +162,9 @@ def test_at_the_end_a_loop_that_was_left_stands_at_its_last_boundary_however_oft
         run.loader.position.note_boundary()
 
 
-def test_what_cannot_begin_anew_is_refused():
+def test_what_cannot_begin_anew_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="starts again"):
-        ResumableLoader(iter([1, 2]))
+        SnapshotEngine(tmp_path, {"loader": ResumableLoader(iter([1, 2]))})
     with pytest.raises(ConfigError, match="DataLoader is needed"):
         make_resumable([1, 2])
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lazysnap.data.layout import length_of
-from lazysnap.data.resumable import Recorded
+from lazysnap.data.resumable import ResumableLoader
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class LoaderPositions:
         """The loaders of the program."""
         self._combined: Any = None
         self._combined_class: type = object
-        self._recorded: list[Recorded] = []
+        self._resumable: list[ResumableLoader] = []
         self._pending: dict[str, Any] | None = None
         """The loaded state, until the next iteration begins."""
 
@@ -38,7 +38,7 @@ class LoaderPositions:
         self.loaders = loaders
         self._combined = combined
         self._combined_class = type(combined)
-        self._recorded = [Recorded(loader) for loader in loaders]
+        self._resumable = [ResumableLoader(loader) for loader in loaders]
 
         def __iter__(_: Any) -> Any:
             return self._iterate()
@@ -52,40 +52,40 @@ class LoaderPositions:
             self._combined.__class__ = self._combined_class
         self.loaders = []
         self._combined = None
-        self._recorded = []
+        self._resumable = []
 
     def state_dict(self) -> dict[str, Any]:
         """Return the positions as plain values, with the states of stateful loaders."""
         if self._pending is not None:
             return self._pending
         consumed = getattr(self._combined._iterator, "_consumed", [])
-        positions = [recorded.position.state_dict() for recorded in self._recorded]
+        positions = [loader.position.state_dict() for loader in self._resumable]
         return {"loaders": positions, "consumed": list(consumed)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next iteration begin at ``state``."""
-        for recorded, position in zip(self._recorded, state["loaders"], strict=False):
-            recorded.position.load_state_dict(position)
+        for loader, position in zip(self._resumable, state["loaders"], strict=False):
+            loader.position.load_state_dict(position)
         self._pending = state
 
     @property
     def are_recounted(self) -> bool:
         """True if the batch size or the number of ranks differs from that at the recording of a position."""
-        return any(recorded.position.is_recounted for recorded in self._recorded)
+        return any(loader.position.is_recounted for loader in self._resumable)
 
     @property
     def passed(self) -> int:
         """Number of batches before the position of the longest loader, after ``load_state_dict``."""
         num_batches = 0
-        for recorded in self._recorded:
-            position = recorded.position
+        for loader in self._resumable:
+            position = loader.position
             num_batches = max(num_batches, position.given or position.skipped)
         return num_batches
 
     def _iterate(self) -> Any:
         combined = self._combined
         loaders = combined._flattened
-        combined._flattened = self._recorded
+        combined._flattened = self._resumable
         try:
             self._combined_class.__iter__(combined)  # type: ignore[attr-defined]
         finally:
@@ -93,8 +93,8 @@ class LoaderPositions:
         if self._pending is not None:
             _resume_mode(combined._iterator, self._pending)
             self._pending = None
-        for recorded in self._recorded:
-            recorded.position.is_held = length_of(combined) is None
+        for loader in self._resumable:
+            loader.position.is_held = length_of(combined) is None
         return combined
 
 
