@@ -98,7 +98,14 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
         ("core/coordinator.py", "Coordinator._key_that_is_read", "level.reads_slots"),
     ],
     "core/test_core.py::TestStarts::test_a_start_that_is_older_does_not_change_the_job": [
-        ("core/core.py", "Core._accept_trainer_state", "state.start >= self.job_start"),
+        ("core/core.py", "Core._begin_job", "start < self.job_start"),
+    ],
+    "core/test_core.py::TestStarts::"
+    "test_a_start_with_other_settings_begins_another_job_and_its_jobs_have_new_numbers": [
+        ("core/core.py", "Core._begin_job", "self.job.settings == settings"),
+    ],
+    "core/test_core.py::TestStarts::test_ranks_of_a_node_with_different_settings_do_not_replace_each_others_job": [
+        ("core/core.py", "Core._begin_job", "start == self.job_start"),
     ],
     "core/test_core.py::TestStarts::test_nothing_is_deleted_while_a_trainer_restores": [
         ("core/coordinator.py", "Coordinator.decide", "len(self.reports) == self.num_nodes"),
@@ -157,9 +164,6 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
             "Coordinator._takes_newest_begun",
             "level.settings.every_n_steps is not None or level.is_redundancy or level.margin_steps > 0",
         ),
-    ],
-    "core/test_core.py::test_older_captures_of_a_dead_trainer_are_held_and_stored_where_they_are_required": [
-        ("core/core.py", "Core._begin_job", "self.job.settings == settings"),
     ],
     "core/test_core_by_model.py::test_a_step_whose_write_was_overtaken_is_stored_later": [
         ("core/coordinator.py", "Coordinator._count_level", "not level.is_open"),

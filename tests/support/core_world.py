@@ -739,7 +739,7 @@ class World:
 
     def run_until(self, is_reached: Callable[[], bool], failure: str, patience_s: int = PATIENCE_S) -> None:
         """Go on until something is the case; it must come within the time of all retries and deadlines."""
-        pause_s = min(1.0, 3 * self.setting.step_s)
+        pause_s = self.setting.step_s / 2
         until = self.now + patience_s
         while self.now < until:
             if is_reached():

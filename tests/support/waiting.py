@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-TIMEOUT_S = 120.0
-"""Long enough for a busy machine: nothing waits for it that works."""
+TIMEOUT_S = float(os.environ.get("LAZYSNAP_TEST_TIMEOUT_S", "120"))
+"""Long enough for a busy machine: nothing waits for it that works. What is broken on purpose waits less."""
 
 
 def until(
