@@ -49,8 +49,9 @@ UNPROTECTED_S = 60.0
 """Seconds without a protected step, if one was due, after which the user is warned."""
 MAX_ROUNDS = 8
 """Maximum rounds of ``decide`` for one event: an order leads to a report, and that to the next order. Usually two or
-three. The next event continues the rest.
+three. The rest follows after ``CONTINUE_S``.
 """
+CONTINUE_S = 0.1
 
 
 class JobCore:
@@ -103,6 +104,8 @@ class JobCore:
         """The first step of the current start, or the newest one that it had begun when first seen."""
         self._protected_at = now
         """Time of the last protected step, or of the last time at which none was due."""
+        self._is_unfinished = False
+        """True if the last ``decide`` ended after ``MAX_ROUNDS``: ``CONTINUE_S`` later it continues."""
         self._actions: list[Action] = []
 
     # Events
@@ -163,6 +166,8 @@ class JobCore:
             times.append(self._received_at + SILENCE_S)
         if self._has_peers:
             times.append(self._repeat_at)
+        if self._is_unfinished:
+            times.append(now + CONTINUE_S)
         for level in self.level_tasks:
             times += level.deadlines()
         if self.coordinator is not None:
@@ -230,6 +235,7 @@ class JobCore:
         self.node.check_spare_slots(ranks)
         self.node.is_restoring = wants.is_restoring
         wants = self._with_newest(wants, ranks)
+        self._is_unfinished = True
         for _ in range(MAX_ROUNDS):
             unanswered = self.node.unanswered(wants)
             self.node.give_up_missed(ranks, unanswered)
@@ -237,6 +243,7 @@ class JobCore:
                 self._actions += level.decide(ranks, self._names_at(index, wants), wants.released, now)
             order = self._exchange(self._report(ranks, wants), ranks, now)
             if order is None:
+                self._is_unfinished = False
                 break
             self.node.obey(order)
         if self._has_peers and now >= self._repeat_at:
@@ -412,6 +419,21 @@ class JobCore:
                 if not any(self._is_to_name(faster, named) for faster in range(index)):
                     names.add(named)
         return tuple(sorted(names))
+
+    def unanswered(self, wants: Wants) -> Wants:
+        """Return the required steps that a level may still store, and the names that may still be given."""
+        if wants == Wants() or not self.node.storage:
+            return Wants()
+        required = self.node.unanswered(Wants(required=wants.required))
+        given_names = self.given_names()
+        names = set()
+        for named in wants.names:
+            is_stored = self.node.storage[0].is_done_with(named.key)
+            is_of_other_node = self.settings.node != COORDINATOR_NODE  # only node 0 gives names
+            is_answered = named in given_names or named.key in self.node.order.lost or (is_stored and is_of_other_node)
+            if not is_answered:
+                names.add(named)
+        return Wants(required=frozenset(required), names=frozenset(names))
 
     def _is_to_name(self, index: int, named: NamedStep) -> bool:
         """Return True if a level works, may have a step, and will give it that name."""

@@ -239,6 +239,12 @@ class NodeLevel:
         if key == self.grant and self.progress is not GrantProgress.LISTING:
             self.progress = GrantProgress.STORED
 
+    def become_unusable(self, key: StepKey) -> None:
+        """Record a committed file that does not count, unless the listing found that it does."""
+        if key not in self.stored:
+            self.unusable.add(key)
+            self.leftovers.discard(key)
+
     def become_missed(self, key: StepKey) -> None:
         """Give up the step, which cannot be stored. The level itself works."""
         if key == self.wanted_key:

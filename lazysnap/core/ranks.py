@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.core.actions import Action, AdoptSlots, CloseConnection, FreeSlot, MakeSlot, TrainerReported, VoidSlot
-from lazysnap.core.messages import Farewell, JobSettings, KeeperState, StepKey, TrainerState, Wants
+from lazysnap.core.messages import Farewell, JobSettings, KeeperState, StepKey, TrainerState, Wants, is_removed
 from lazysnap.core.node import RankView
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_fitting
 
@@ -47,6 +47,8 @@ class Rank:
     pid: int = -1
     state: TrainerState | None = None
     """The last state of a trainer of this rank. It outlives the trainer: required steps stay required."""
+    inherited: Wants = field(default_factory=Wants)
+    """Steps and names that earlier trainers of this rank required, and that the levels have not answered yet."""
     slots: tuple[SlotView, ...] = ()
     newest_sequence: int = 0
     """The greatest sequence number in the slots when the trainer connected."""
@@ -68,11 +70,11 @@ class Rank:
 
     @property
     def wants(self) -> Wants:
-        """Return the wants of its last trainer, which may be dead."""
+        """Return the wants of its last trainer, which may be dead, and what earlier ones left."""
         state = self.state
         if state is None:
             return Wants()
-        return Wants(
+        wants = Wants(
             required=frozenset(StepKey(state.start, step) for step in state.required),
             protect=frozenset(StepKey(state.start, step) for step in state.protect),
             names=frozenset(state.names),
@@ -80,6 +82,25 @@ class Rank:
             is_preempted=self.is_served and state.is_preempted,
             is_restoring=self.is_served and state.start == 0,
         )
+        return wants.union(self.inherited)
+
+    def replace_trainer(self, event: TrainerReported) -> None:
+        """Serve another process, or another connection of the same one."""
+        if self.pid != event.pid:
+            # The trainer that required them is dead: nobody would require them again.
+            self.inherited = Wants(required=self.wants.required, names=self.wants.names)
+        self.connection = event.connection
+        self.pid = event.pid
+        self.last_sent = None
+        self.newest_sequence = max((slot.sequence for slot in self.slots), default=0)
+        self.memory_refusal = ""
+        self.memory_retry_at = None
+
+    def forget_removed_names(self) -> None:
+        """Forget the names of earlier trainers that this one removes."""
+        assert self.state is not None
+        names = {named for named in self.inherited.names if not is_removed(named, self.state.released)}
+        self.inherited = Wants(required=self.inherited.required, names=frozenset(names))
 
     def view(self, num_kept: int, *, may_still_come: bool) -> RankView:
         """Return the view of this rank for grants.
@@ -117,10 +138,10 @@ class Rank:
         for slot in self.slots:
             if slot.slot_id not in self.state.returned and is_fitting(slot, wish.meta_bytes, wish.image_bytes):
                 num_fitting += 1
+        self.memory_retry_at = None  # the result may set it again
         if num_fitting >= wish.num_slots:
             return None
         self.is_making_slot = True
-        self.memory_retry_at = None  # the result may set it again
         return MakeSlot(self.number, wish)
 
     def slot_made(self) -> None:
@@ -237,16 +258,12 @@ class Ranks:
         if is_new_connection:
             if rank.presence is Presence.ATTACHED:
                 actions.append(CloseConnection(rank.connection))
-            rank.connection = event.connection
-            rank.pid = event.pid
-            rank.last_sent = None
-            rank.newest_sequence = max((slot.sequence for slot in rank.slots), default=0)
-            rank.memory_refusal = ""
-            rank.memory_retry_at = None
+            rank.replace_trainer(event)
         rank.presence = Presence.ATTACHED
         if rank.state is None or rank.state.memory != event.state.memory:
             rank.memory_retry_at = None
         rank.state = event.state
+        rank.forget_removed_names()
         if is_new_connection and event.state.slots:  # their descriptors arrive with the first state
             rank.is_adopting = True
             actions.append(AdoptSlots(rank.number))

@@ -54,6 +54,8 @@ class LevelTasks:
     """Tasks of this level whose threads have not returned, by number; also those of earlier settings."""
     level: NodeLevel = field(init=False)
     """The node's state of the level."""
+    former_numbers: frozenset[int] = field(init=False)
+    """Numbers of the tasks in ``abandoned`` that belong to an earlier job."""
     task: Task | None = None
     """The running task."""
     moved_bytes: int = 0
@@ -73,6 +75,7 @@ class LevelTasks:
 
     def __post_init__(self) -> None:
         self.level = self.node.levels[self.index]
+        self.former_numbers = frozenset(self.abandoned)
         if len(self.abandoned) >= MAX_HANGING:
             self.level.become_failed(_hang_text(self.level))
 
@@ -122,13 +125,10 @@ class LevelTasks:
             self.moved_bytes = event.moved_bytes
 
     def ended(self, event: TaskEnded, now: float) -> None:
-        """Handle the end of a task of any level. The number tells the level.
-
-        An abandoned task has already counted as failed. A file that it stored after all counts now.
-        """
+        """Handle the end of a task of any level. The number tells the level."""
         abandoned = self.abandoned.pop(event.number, None)
-        if isinstance(abandoned, WriteLevel) and isinstance(event, StepStored):
-            self.level.become_stored(abandoned.key)
+        if abandoned is not None:
+            self._abandoned_ended(abandoned, event)
         if self.task is None or self.task.number != event.number:
             return
         task = self.task
@@ -142,6 +142,18 @@ class LevelTasks:
             self._leave_behind(task)
         else:
             self._succeed(task, event)
+
+    def _abandoned_ended(self, task: Task, event: TaskEnded) -> None:
+        """Handle the end of an abandoned task, which has already counted as failed.
+
+        A file that it stored after all counts, but not in another job: it may be of other ranks.
+        """
+        if not isinstance(task, WriteLevel) or not isinstance(event, StepStored):
+            self._leave_behind(task)
+        elif task.number in self.former_numbers:
+            self.level.become_unusable(task.key)
+        else:
+            self.level.become_stored(task.key)
 
     def _succeed(self, task: Task, event: TaskEnded) -> None:
         if isinstance(task, ProbeLevel):

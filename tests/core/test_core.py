@@ -278,6 +278,75 @@ class TestStarts:
 
         assert not driver.core._abandoned[LEVEL.url]
 
+    @pytest.mark.parametrize("url", [LEVEL.url, "other"])
+    def test_a_file_that_a_thread_of_an_earlier_job_stored_does_not_count(self, url):
+        """It was written for other settings, perhaps for other ranks."""
+        driver, step, hanging = self.driver_whose_job_was_replaced(url)
+
+        done = driver.step(actions.StepStored(hanging.number))
+
+        level = driver.core.job.node.levels[0]
+        key = StepKey(START, step)
+        assert key not in level.stored
+        assert (key in level.unusable) == (url == LEVEL.url)
+        assert not of_kind(done, actions.DeleteFiles)
+
+    @pytest.mark.parametrize("end", [actions.Missed, actions.Failed])
+    def test_what_a_thread_of_an_earlier_job_left_half_done_is_deleted(self, end):
+        driver, step, hanging = self.driver_whose_job_was_replaced(LEVEL.url)
+
+        done = driver.step(end(hanging.number, "cancelled"))
+
+        [delete] = of_kind(done, actions.DeleteFiles)
+        assert delete.keys == (StepKey(START, step),)
+
+    def driver_whose_job_was_replaced(self, url: str) -> tuple[Driver, int, WriteLevel]:
+        """A core whose next start has other settings, and listed the level; the step and task of the start before."""
+        driver, step = driver_with_a_grant()
+        driver.see((slot(0, step, is_held=True), empty(1), empty(2)))
+        [hanging] = [tasks.task for tasks in driver.core.job.level_tasks]
+        assert isinstance(hanging, WriteLevel)
+        driver.step(actions.ProcessDied(100))
+        other = structs.replace(SETTINGS, levels=(structs.replace(LEVEL, url=url, keep_last=5),))
+        next_state = structs.replace(STATE, start=START + 1, job=other)
+        [listing] = of_kind(driver.report(next_state, pid=200, connection=2), ListLevel)
+        driver.step(Listed(listing.number, ()))
+        return driver, step, hanging
+
+    def test_what_a_dead_trainer_required_is_stored_also_if_the_next_one_comes_first(self):
+        """Its first state, while it restores, required nothing, and the name was never given."""
+        driver, step = driver_with_a_grant()
+        named = NamedStep("mine", StepKey(START, step))
+        driver.report(structs.replace(STATE, names=(named,), required=(step,)))
+        whole = (slot(0, step, is_held=True), empty(1), empty(2))
+        driver.see(whole)
+        [write] = [tasks.task for tasks in driver.core.job.level_tasks]
+        driver.step(actions.ProcessDied(100))
+
+        driver.report(TrainerState(local_rank=0, slots=(0,)), pid=200, connection=2)
+        driver.see(whole)
+        assert driver.core.ranks.wants.required == {StepKey(START, step)}
+        driver.report(structs.replace(STATE, start=START + 1), pid=200, connection=2)
+        done = driver.step(actions.StepStored(write.number))
+
+        [task] = of_kind(done, actions.SetNames)
+        assert task.added == (named,)
+        driver.step(actions.TaskEnded(task.number))
+        driver.report(structs.replace(STATE, start=START + 1, waited_s=1.0), pid=200, connection=2)
+        assert driver.core.ranks.wants.required == set()
+        assert driver.core.ranks.wants.names == set()
+
+    def test_a_name_of_a_dead_trainer_that_the_next_one_removes_is_not_given(self):
+        driver, step = driver_with_a_grant()
+        named = NamedStep("mine", StepKey(START, step))
+        driver.report(structs.replace(STATE, names=(named,)))
+        driver.step(actions.ProcessDied(100))
+
+        removal = NamedStep("mine", StepKey(START + 1, 0))
+        driver.report(TrainerState(local_rank=0, slots=(0,), released=(removal,)), pid=200, connection=2)
+
+        assert driver.core.ranks.wants.names == set()
+
     def test_a_start_that_is_older_does_not_change_the_job(self):
         """One rank of a node may begin the next start before another one."""
         two = structs.replace(SETTINGS, ranks=(0, 1))
