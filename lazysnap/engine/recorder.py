@@ -139,9 +139,9 @@ class Recorder:
         """True if the boundary after ``step`` is to be captured."""
         if step == self.last_step:
             return False
-        # This depends only on the step and on calls that all ranks make (``force``, ``keep``), so all ranks agree. The
-        # first boundary shows whether the state can be captured at all.
-        is_first = self.last_step is None
+        # This depends only on the step and on calls that all ranks make (``force``, ``keep``), so all ranks agree, also
+        # if one of them could not capture. The first boundary shows whether the state can be captured at all.
+        is_first = self.last_due is None and self._resumed_step is None
         return is_first or step % self._config.every_n_steps == 0 or force or bool(self._names_for_next)
 
     def begin(self, step: int) -> bool:
@@ -160,13 +160,22 @@ class Recorder:
 
     def _begin(self, step: int) -> str:
         """Begin a capture. Returns: the reason why it is impossible; empty if it began."""
-        reason = self._reason_not_to_collect()
-        if reason:
+        is_free = self.captures.wait_released(self._config.io_timeout_s)
+        if is_free:
+            self.count_ended()
+            reason = self._reconnect()
+        else:
+            reason = "an earlier copy hung"
+        # The first boundary must raise for values that no snapshot can hold. Several ranks collect their state at the
+        # same steps, also one that has no memory: a ``state_dict`` of the program, or the partition, may need them all.
+        if reason and self.encoded_once and self._world.is_alone:
             return reason
         everything = self.state.collect()
         part = self.state.part_of(everything)
         plan = self.state.plan_for(part, everything)
         self.encoded_once = True
+        if not is_free:
+            return reason
         meta = self.meta.write(step, plan, part)
         slot = self.memory.slot_for(plan.layout.size_bytes, len(meta))
         if slot is None:
@@ -176,19 +185,16 @@ class Recorder:
         self._start(Capture(plan, slot, step, part.tensors, sequence=self._client.next_sequence()), meta)
         return ""
 
-    def _reason_not_to_collect(self) -> str:
-        """Return the reason not to collect the state; empty if there is none. Reconnects to a keeper if necessary."""
-        if not self.captures.wait_released(self._config.io_timeout_s):
-            return "an earlier copy hung"
-        self.count_ended()
+    def _reconnect(self) -> str:
+        """Start a keeper, or request memory again, if necessary. Does not block.
+
+        Returns: the reason why there is no memory now; empty if there is some, or the next capture waits for it.
+        """
         if self.memory.is_missing:
             self.memory.retry()
-            # The first boundary must raise for values that no snapshot can hold. With several ranks the walk may be
-            # collective, and all ranks call it at the same steps.
-            if self.encoded_once and self._world.is_alone:
-                self.memory.remind()
-                return NO_MEMORY
-        elif self.memory.is_awaited:
+            self.memory.remind()
+            return NO_MEMORY
+        if self.memory.is_awaited:
             self.memory.start()
         elif self.state.plan is not None and not self._client.slots():
             self._client.start()
@@ -280,11 +286,19 @@ class Recorder:
         return step
 
     def step_to_name(self, *, is_over: bool) -> int:
-        """Return the step that ``keep`` would name now."""
-        newest = self.captures.newest
-        if is_over and newest is not None and newest.step == self.seen_step and newest.is_in_memory:
-            return newest.step
-        return (self.seen_step or 0) + 1
+        """Return the step that ``keep`` would name now, the same on all ranks."""
+        step = self.seen_step
+        if step is None or not is_over:
+            return (step or 0) + 1
+        if self._world.is_alone:
+            newest = self.captures.newest
+            has_captured = newest is not None and newest.step == step and newest.is_in_memory
+        else:
+            # A rank that could not capture it does not choose another step alone. It reports the name as lost.
+            has_captured = self.last_due == step
+        if has_captured:
+            return step
+        return step + 1
 
     def names(self, first_start: int) -> set[str]:
         """Return the names that snapshots of the run have or will get. ``first_start``: see ``KeeperClient.names``."""

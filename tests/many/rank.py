@@ -85,6 +85,20 @@ class Patience:
         pass
 
 
+class Gatherer:
+    """Asks all ranks whenever its state is collected, as some metrics do."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(())
+
+    def state_dict(self) -> dict:
+        dist.all_reduce(self.total.fill_(1))
+        return {"total": int(self.total)}
+
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
+
 class Unloader:
     """Does not take its state back, or dies of it."""
 
@@ -308,8 +322,11 @@ def main() -> None:
         io_timeout_s=settings.get("io_timeout_s", 20.0),
         redundancy=redundancy,
     )
+    state = {"model": model, "optimizer": optimizer, "loop": loop}
+    if settings.get("gathers"):
+        state["gathered"] = Gatherer()
     with timed(write):
-        engine = SnapshotEngine(config, {"model": model, "optimizer": optimizer, "loop": loop})
+        engine = SnapshotEngine(config, state)
     # What each draws is its own from the start, as with a sampler or dropout.
     torch.manual_seed(1000 + rank)
     random.seed(rank)
@@ -365,6 +382,8 @@ def main() -> None:
             write("skipped", step)
             if engine.statistics().unprotected is None or "thaw" in settings:
                 engine._wait_ready(timeout_s=TIMEOUT_S)  # the first boundary asks for memory
+        if settings.get("keep_at") == step:
+            write("named", engine.keep("mine"))
         engine.gate()
         write("gated", step)
         write("collectives", exchanges())

@@ -39,6 +39,19 @@ def test_a_rank_whose_slots_are_files_resumes_exactly_beside_one_whose_slots_are
     assert [line[-1] for line in job.events("closed")] == ["True", "True"], job.output()
 
 
+def test_what_is_due_and_named_is_the_same_on_each_rank_also_where_one_cannot_capture(make_job):
+    """Collecting the state may need all ranks: a rank that collected it at another step would wait for ever."""
+    job = make_job()
+
+    codes = job.run("ddp", 2, by_rank={"1": NO_MEMORY}, every=4, gathers=True, keep_at=4, steps=9)
+
+    assert codes == [0, 0], job.output()
+    assert job.begun(0) == {1, 4, 8}, job.output()
+    assert job.begun(1) == set()
+    assert [line[2] for line in job.events("named")] == ["4", "4"]
+    assert "the name 'mine' is not as you asked for" in output(job, 0)
+
+
 def output(job, rank):
     return (pathlib.Path(job.place) / f"output.{rank}").read_text()
 
