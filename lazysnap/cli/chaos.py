@@ -230,16 +230,17 @@ class Chaos:
         trial = Trial(fault)
         with self._training(fault) as training:
             began_s = time.monotonic()
+            until_s = began_s + self._deadline_s
             training.start()
-            self._strike(training, trial)
-            self._finish(training, trial)
+            self._strike(training, trial, until_s)
+            self._finish(training, trial, until_s)
             trial.seconds = time.monotonic() - began_s
             trial.log = str(training.log)
         if trial.verdict == "PASS":
             shutil.rmtree(training.files)
         return trial
 
-    def _strike(self, training: Training, trial: Trial) -> None:
+    def _strike(self, training: Training, trial: Trial, until_s: float) -> None:
         """Inject the fault at a time that the seed determines, after a snapshot is stored and before the last fifth."""
         dice = random.Random(f"{trial.fault} {self._args.seed}")
         share = 0.8 * dice.random()
@@ -247,11 +248,11 @@ class Chaos:
         steps = training.starts[0].steps
         if self.steps:
             struck_step = self.steps[int(share * len(self.steps))]
-            training.wait(self._deadline_s, lambda: bool(steps) and steps[-1] >= struck_step)
+            training.wait(until_s - time.monotonic(), lambda: bool(steps) and steps[-1] >= struck_step)
         else:
             training.wait(share * self.seconds)
         if self.has_snapshots:
-            training.wait(self._deadline_s, lambda: bool(training.newest_snapshot()))
+            training.wait(until_s - time.monotonic(), lambda: bool(training.newest_snapshot()))
         training.wait(late_s)
         if trial.fault == "flip" and not training.newest_snapshot():
             raise ChaosFailed("flip found no snapshot to damage: give the command more time to store one (--deadline)")
@@ -263,11 +264,12 @@ class Chaos:
 
     @property
     def _deadline_s(self) -> float:
+        """Seconds for a disturbed run, with all its restarts."""
         return self._args.deadline or 60.0 + 5 * self.seconds
 
-    def _finish(self, training: Training, trial: Trial) -> None:
+    def _finish(self, training: Training, trial: Trial, until_s: float) -> None:
         """Start the command again until it ends well, and judge."""
-        while training.wait(self._deadline_s):
+        while training.wait(until_s - time.monotonic()):
             changed = self._difference(training)
             # A preempted program may end well in the middle of its training.
             is_preempted = trial.fault == "term" and not trial.restarts
@@ -282,7 +284,7 @@ class Chaos:
             trial.restarts += 1
             training.start()
         trial.verdict = "HARD_FAIL"
-        trial.reason = "it did not come to its end in time (--deadline)"
+        trial.reason = f"it did not end within {self._deadline_s:.0f} s, restarts included (--deadline)"
 
     def _difference(self, training: Training) -> str:
         """Return the first difference from the undisturbed runs; empty if there is none."""

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lazysnap.errors import ConfigError
-from lazysnap.shard.names import SnapshotName, is_directory_of_ours, parse_file_name
+from lazysnap.shard.names import SnapshotName, is_directory_of_ours, parse_events_file_name, parse_file_name
 from lazysnap.warm.directories import ENVIRONMENT as RUNTIME_DIRECTORY
 
 LOGS = "lazysnap-chaos"
@@ -232,32 +232,42 @@ def copy_directory(source: pathlib.Path, to: pathlib.Path, result: str | None) -
     """Copy a directory, except the snapshots and results of an earlier training.
 
     An entry that is large is linked instead. Returns: the names of these entries.
-    Raises: ConfigError, for such an entry with results in it: the training would write to the directory of the user.
+    Raises: ConfigError, for such an entry with snapshots or results in it: the training would write to the directory of
+    the user.
     """
     results = set()
     if result is not None:
         results = {match for match in source.glob(result) if not match.is_dir()}
 
-    def results_in(directory: str, names: list[str]) -> list[str]:
-        return [name for name in names if pathlib.Path(directory, name) in results]
+    def is_of_training(path: pathlib.Path) -> bool:
+        """True if an earlier training wrote this file or directory."""
+        is_ours = is_directory_of_ours(path.name) or parse_events_file_name(path.name) is not None
+        return is_ours or path in results
+
+    def ignored(directory: str, names: list[str]) -> list[str]:
+        return [name for name in names if is_of_training(pathlib.Path(directory, name))]
 
     linked = []
     for path in source.iterdir():
-        children = list(path.rglob("*"))
-        if path in results or path.name == LOGS or any(is_directory_of_ours(child.name) for child in children):
+        if path.name == LOGS or is_of_training(path):
             continue
-        copied = {path, *children} - results
-        size_bytes = sum(child.lstat().st_size for child in copied)
+        written = []
+        size_bytes = path.lstat().st_size
+        for child in path.rglob("*"):
+            if is_of_training(child):
+                written.append(child)
+            elif not any(child.is_relative_to(directory) for directory in written):
+                size_bytes += child.lstat().st_size
         if path.is_symlink() or size_bytes > _COPIED_BYTES:
-            if any(path in match.parents for match in results):
+            if written:
                 raise ConfigError(
-                    f"{path} has files that match --result {result}, and is too large to be copied, or a link: the "
-                    "training would write there; let it write to a directory of its own"
+                    f"{path} has files that an earlier training wrote, such as {written[0].name}, and is too large to "
+                    "be copied, or a link: the training would write there; let it write to a directory of its own"
                 )
             (to / path.name).symlink_to(path)
             linked.append(path.name)
         elif path.is_dir():
-            shutil.copytree(path, to / path.name, symlinks=True, ignore=results_in)
+            shutil.copytree(path, to / path.name, symlinks=True, ignore=ignored)
         elif path.is_file():
             shutil.copy2(path, to)
     return linked

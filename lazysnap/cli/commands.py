@@ -233,7 +233,7 @@ COMMANDS = {
             Argument("--seed", type=int, default=1603, help="determines the times of the faults (1603)"),
             Argument("--result", metavar="GLOB", help="files to compare, besides the numbers that it prints"),
             Argument("--may-lose", type=int, metavar="N", help="steps that may be trained again (default: any number)"),
-            Argument("--deadline", type=float, metavar="SECONDS", help="of a disturbed run (5 times one without + 60)"),
+            Argument("--deadline", type=float, metavar="SECONDS", help="of a run and its restarts (60 + 5 x a run)"),
             _WORDS,
         ),
         "lazysnap chaos -- python train.py",

@@ -49,7 +49,7 @@ def attach(
     *,
     keep_best: KeepBest | None = None,
 ) -> Any:
-    """Add snapshots to an object of a framework, in place, and return it. Idempotent::
+    """Add snapshots to an object of a framework, in place, and return it. A second call without settings does nothing::
 
         lazysnap.attach(trainer)
         trainer.train(resume_from_checkpoint="latest")
@@ -62,7 +62,8 @@ def attach(
         keep_best: keeps the best snapshots by a metric of a Trainer's evaluations. With an Accelerator, call
             ``accelerator.engine.keep_best``.
 
-    Raises: ConfigError, for anything else, and as ``LazyAccelerator`` and ``LazyTrainerCallback``.
+    Raises: ConfigError, for anything else, for a second call with other settings, and as ``LazyAccelerator`` and
+    ``LazyTrainerCallback``.
     """
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(target).__mro__}
     if "accelerate.Accelerator" in names:

@@ -81,6 +81,20 @@ def test_a_directory_is_loaded_at_once_from_its_snapshot(tmp_path):
     again.accelerator.end_training()
 
 
+@pytest.mark.parametrize("directory", ["_last", ".ckpt", "état", "-"])
+def test_a_directory_may_have_any_name(tmp_path, directory):
+    script = Script(tmp_path)
+    script.train(2)
+    wanted = script.facts()
+    script.accelerator.save_state(tmp_path / directory)
+    script.train()
+    script.accelerator.save_state(tmp_path / "next")
+
+    assert script.accelerator.load_state(tmp_path / directory).step == 2
+    assert script.facts() == wanted
+    script.accelerator.end_training()
+
+
 def test_checkpoints_in_quick_succession_hold_the_steps_at_which_they_were_asked_for(tmp_path):
     """The level takes the first snapshot at once, and each other one half a second after the one before."""
     script, wanted = Script(tmp_path, max_bytes_per_s=100_000), []

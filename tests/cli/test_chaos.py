@@ -144,7 +144,18 @@ def test_a_program_that_hangs_after_its_restart_fails_at_the_deadline(chaos, dir
 
     [trial] = result["runs"]
     assert (trial["verdict"], code) == ("HARD_FAIL", 1)
-    assert "--deadline" in trial["reason"]
+    assert "within 2 s, restarts included (--deadline)" in trial["reason"]
+
+
+@pytest.mark.slow
+def test_the_deadline_is_that_of_all_restarts_together(chaos, directory):
+    crash = "time.sleep(1.5); raise SystemExit(1)"
+    (directory / "counts.py").write_text(COUNTS.replace("json.load(open(path))", f"exec({crash!r})"))
+    _, result = chaos("--faults", "kill", "--deadline", "5", "--", sys.executable, "counts.py")
+
+    [trial] = result["runs"]
+    assert trial["verdict"] == "HARD_FAIL"
+    assert "within 5 s" in trial["reason"]
 
 
 @pytest.mark.slow
@@ -198,6 +209,9 @@ def test_an_interrupted_chaos_leaves_no_process_and_no_file_but_logs(directory):
 
 def test_a_copy_of_the_directory_has_no_earlier_snapshots_and_results_and_links_what_is_large(directory):
     (directory / "runs" / "lazysnap" / EARLIER).mkdir(parents=True)
+    (directory / "runs" / "settings.json").write_text("{}")  # the program reads it
+    with (directory / "runs" / "lazysnap" / EARLIER / "node-00000-of-00001.safetensors").open("wb") as file:
+        file.truncate(1 << 30)
     (directory / "lazysnap-chaos").mkdir()
     (directory / "data").mkdir()
     (directory / "data" / "val.bin").write_text("small")
@@ -208,7 +222,8 @@ def test_a_copy_of_the_directory_has_no_earlier_snapshots_and_results_and_links_
 
     assert copy_directory(directory, copy, "scale.*") == ["large.bin"]
 
-    assert sorted(path.name for path in copy.iterdir()) == ["counts.py", "data", "large.bin", "train.py"]
+    assert sorted(path.name for path in copy.iterdir()) == ["counts.py", "data", "large.bin", "runs", "train.py"]
+    assert [path.name for path in copy.rglob("runs/**/*")] == ["settings.json", "lazysnap"]
     (copy / "data" / "val.bin").write_text("damaged")
     assert (directory / "data" / "val.bin").read_text() == "small"
 
@@ -223,7 +238,7 @@ def test_results_in_a_directory_that_is_linked_are_neither_deleted_nor_replaced(
     copy = directory / "lazysnap-chaos" / "files"
     copy.mkdir(parents=True)
 
-    with pytest.raises(ConfigError, match="trained has files that match"):
+    with pytest.raises(ConfigError, match=r"trained has files that an earlier training wrote, such as model\.pt"):
         copy_directory(directory, copy, "trained/*.pt")
 
     assert (trained / "model.pt").read_text() == "of months"

@@ -15,6 +15,13 @@ def test_an_accelerator_is_attached_to_in_place(tmp_path):
     assert accelerator.statistics() is None
 
 
+def test_a_second_place_for_an_accelerator_is_refused(tmp_path):
+    accelerator = lazysnap.attach(accelerate.Accelerator(cpu=True), tmp_path)
+    assert lazysnap.attach(accelerator, str(tmp_path)) is accelerator
+    with pytest.raises(ConfigError, match="call attach once"):
+        lazysnap.attach(accelerator, tmp_path / "other")
+
+
 def test_anything_else_is_refused():
     with pytest.raises(ConfigError, match="got int"):
         lazysnap.attach(3)

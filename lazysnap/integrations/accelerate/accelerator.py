@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from lazysnap.engine import SnapshotEngine
 from lazysnap.engine.statistics import Statistics
+from lazysnap.errors import ConfigError
 from lazysnap.integrations.accelerate.integration import AcceleratorIntegration, Snapshots
 from lazysnap.integrations.arguments import check_path
 from lazysnap.resolver import check_choice, means_snapshot
@@ -225,14 +226,21 @@ class LazyAccelerator(_WithSnapshots, Accelerator):  # type: ignore[misc]
 
 
 def attach_accelerator(accelerator: Any, snapshots: Snapshots = None) -> Any:
-    """Add the methods of a ``LazyAccelerator`` to an existing accelerator, in place, and return it. Idempotent.
+    """Add the methods of a ``LazyAccelerator`` to an existing accelerator, in place, and return it.
 
-    Objects that it has already prepared are captured, too. Raises: as ``LazyAccelerator``.
+    Objects that it has already prepared are captured, too. Raises: as ``LazyAccelerator``; ConfigError, if it has them
+    already, with another place or other settings.
     """
-    if _INTEGRATION not in vars(accelerator):
+    integration = vars(accelerator).get(_INTEGRATION)
+    if integration is None:
         integration = _integration_of(accelerator, snapshots)
         accelerator.__class__ = _with_snapshots(type(accelerator))  # type: ignore[arg-type]
         accelerator._lazysnap_integration = integration
+    elif snapshots is not None and not integration.has_settings(snapshots):
+        raise ConfigError(
+            f"attach: this accelerator has snapshots already, with {integration.snapshots!r}, and cannot get "
+            f"{snapshots!r}: call attach once"
+        )
     return accelerator
 
 

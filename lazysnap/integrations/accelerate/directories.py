@@ -93,7 +93,8 @@ class Directories:
         place = os.path.realpath(directory)
         names = self._state.counters.names
         earlier_name = names.get(place)
-        readable_part = _NO_NAME.sub("-", os.path.basename(place))[:24]
+        # A name begins with a letter or digit, whatever the directory begins with: `_last`, `.ckpt`.
+        readable_part = _NO_NAME.sub("-", os.path.basename(place))[:24].lstrip("._-") or "state"
         name = f"{readable_part}-{engine._run.meta.start}-{next(self._numbers)}"
         with self._state.as_checkpoint(directory, safe_serialization=safe_serialization):
             names[place] = name

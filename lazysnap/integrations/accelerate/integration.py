@@ -164,6 +164,10 @@ class AcceleratorIntegration(WithEngine):
             return {}
         return counted_epochs(self._state.custom_objects())
 
+    def has_settings(self, snapshots: "str | os.PathLike[str] | SnapshotConfig") -> bool:
+        """True if these are the settings with which the program made this integration."""
+        return self.snapshots is not None and config_at(self.snapshots) == config_at(snapshots)
+
     def add_model(self, prepared: Any) -> None:
         """Remember the wrapper that a model was prepared to, if Accelerate does not list the wrapper."""
         inner = unwrapped(prepared)
