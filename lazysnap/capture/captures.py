@@ -168,14 +168,22 @@ class Captures:
         if capture is None:
             self.wait_released(timeout_s)
             return None
-        sources_read = capture.released
-        if capture.device_copies:
-            sources_read = capture.cpu_sources_read
-        if not sources_read.wait(timeout_s):
+        if not self.wait_read(timeout_s):
             self._hang(capture, timeout_s)
         capture.pass_gate()
         self._gate_devices(capture)
         return capture
+
+    def wait_read(self, timeout_s: float) -> bool:
+        """Block until the copy thread has read CPU memory for the capture that no gate has passed yet; ``False`` after
+        ``timeout_s``.
+        """
+        capture = self.before_gate
+        if capture is None:
+            return True
+        if capture.device_copies:
+            return capture.cpu_sources_read.wait(timeout_s)
+        return capture.released.wait(timeout_s)
 
     def _gate_devices(self, capture: Capture) -> None:
         if not capture.device_copies:

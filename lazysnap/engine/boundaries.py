@@ -158,8 +158,7 @@ class Boundaries:
             return False  # replays of a graph run no hooks
         gradients = self.gates.gradients
         optimizers = self._source.optimizers()
-        if not self._first_boundary_done:
-            self.gates.install(optimizers)  # without these hooks all gradients seem to wait
+        self.gates.install(optimizers)  # without its hooks all gradients of a new optimizer seem to wait
         awaited = gradients.awaited(optimizers)
         if not awaited:
             return False
@@ -343,6 +342,16 @@ class Boundaries:
         """Call ``gate``, then wait for the copies from devices. Blocks: at most twice ``io_timeout_s``."""
         self.gate()
         self.gate()  # after the first gate only a device may still be copying
+
+    def wait_copied(self, timeout_s: float) -> bool:
+        """Pass the gate once the running copy has read its sources. Blocks: at most ``timeout_s`` for it.
+
+        Returns: False after the deadline; then the copy continues, and training has not passed the gate.
+        """
+        if not self._captures.wait_read(timeout_s):
+            return False
+        self.finish_copies()
+        return True
 
     def wait_captured(self, step: int, timeout_s: float) -> bool:
         """Block until the capture of ``step``, or a later one, is whole in the memory of a live keeper.

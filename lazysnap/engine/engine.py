@@ -2,6 +2,7 @@
 
 import functools
 import os
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -114,10 +115,10 @@ class SnapshotEngine:
     ) -> None:
         self._config = config
         identity = JobIdentity.from_config(self._config, default_url)
+        self._source = _source_of(state)
         if takes_over:
             _end_earlier(identity)
         self._identity = identity
-        self._source = _source_of(state)
         self._world = World(self._config.collective_timeout_s, self._source.optimizers())
         place = self._world.place
         self._client = KeeperClient(
@@ -526,7 +527,8 @@ class SnapshotEngine:
                 ``"durable"``: complete at the first level.
             timeout_s: seconds to wait at most.
 
-        Returns: False after the deadline, or if that capture was dropped.
+        Returns: False after the deadline, or if that capture was dropped or given up. A copy that is still running
+        then continues.
 
         Raises: ConfigError, if the configuration makes that impossible.
         """
@@ -537,7 +539,10 @@ class SnapshotEngine:
             raise ConfigError("wait: nodes do not protect each other: there is only one, or redundancy is None")
         if until == "durable" and not self._config.levels:
             raise ConfigError("wait: there is no persistent level that could make a snapshot durable")
-        self._boundaries.finish_copies()
+        deadline_s = time.monotonic() + timeout_s
+        if not self._boundaries.wait_copied(timeout_s):
+            return False
+        timeout_s = max(0.0, deadline_s - time.monotonic())
         if step is None:
             step = self._recorder.last_step
         if step is None:

@@ -88,6 +88,7 @@ class Recorder:
         """Continue from ``step``, the newest captured one, which was loaded in place."""
         self.check.cancel()
         self.seen_step = step
+        self._skipped = None
 
     @property
     def last_step(self) -> int | None:

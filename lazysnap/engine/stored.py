@@ -32,7 +32,7 @@ def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
 
         def is_decided(state: KeeperState) -> bool:
             # An older capture that becomes complete is enough, if it is of ``step`` or later.
-            return client.is_complete(step, 0) or key in state.lost
+            return client.is_complete(step, 0) or _is_given_up(state, key)
 
         is_durable = run.restart.world.is_alone and client.is_complete(step, 0)
         if not is_durable:
@@ -50,11 +50,18 @@ def _wait_resumed(run: Run, resumed: Resumed, timeout_s: float) -> bool:
     if resumed.durable_at == run.restart.config.levels[0].url:
         return True
 
+    key = StepKey(resumed.start, resumed.newest_step)
+
     def is_decided(state: KeeperState) -> bool:
-        return run.is_stored(resumed, 0) or StepKey(resumed.start, resumed.newest_step) in state.lost
+        return run.is_stored(resumed, 0) or _is_given_up(state, key)
 
     run.client.wait(is_decided, timeout_s)
     return run.is_stored(resumed, 0)
+
+
+def _is_given_up(state: KeeperState, key: StepKey) -> bool:
+    """True if the first level will never have exactly that snapshot."""
+    return key in state.lost or (bool(state.levels) and key in state.levels[0].given_up)
 
 
 def is_itself_durable(run: Run, step: int) -> bool:
@@ -74,16 +81,24 @@ def wait_held_or_stored(run: Run, step: int, timeout_s: float) -> bool:
 
 
 def wait_protected(run: Run, step: int, timeout_s: float) -> bool:
-    """Block until that step, or a later one, survives the loss of a node; ``False`` after the deadline."""
-    start = run.meta.start_number
+    """Block until that step, or a later one, survives the loss of a node.
+
+    Returns: False after the deadline; at once if no capture of it is left. Of a resumed step it is known at once.
+    """
+    client = run.client
+    newest = run.recorder.captures.newest_whole_step()
+    key = StepKey(run.meta.start_number, step)
+    if newest is None and run.resumed is not None and run.resumed.step == step:
+        key = StepKey(run.resumed.start, step)
 
     def is_protected(state: KeeperState) -> bool:
-        newest = state.protected
-        return newest is not None and newest.start == start and newest.step >= step
+        return state.protected is not None and state.protected >= key
 
-    if not is_protected(run.client.state):
-        run.client.protect(step)
-    return run.client.wait(is_protected, timeout_s)
+    if newest is not None and newest >= step:
+        if not is_protected(client.state):
+            client.protect(newest)
+        client.wait(is_protected, timeout_s)
+    return is_protected(client.state)
 
 
 def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: ShowStored | None) -> bool:

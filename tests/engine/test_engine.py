@@ -2,6 +2,7 @@
 
 import gc
 import signal
+import threading
 import time
 
 import numpy as np
@@ -11,6 +12,7 @@ from small_training import TIMEOUT_S, Training, end
 from support.waiting import until
 
 from lazysnap import SnapshotConfig, SnapshotEngine, register_type
+from lazysnap.capture.capture import Capture
 from lazysnap.errors import ConfigError, JobBusy, StateError
 
 
@@ -162,6 +164,21 @@ def test_waiting_tells_captured_from_dropped(job):
     assert not training.engine.wait(7, until="captured", timeout_s=TIMEOUT_S)
     with pytest.raises(ConfigError, match="no persistent level"):
         training.engine.wait(2, until="durable", timeout_s=1)
+
+
+def test_who_waits_for_a_copy_waits_no_longer_than_asked_and_costs_no_capture(job, monkeypatch):
+    training = job.start(io_timeout_s=3600.0)  # longer than this test may take
+    is_let_go = threading.Event()
+    commit = Capture.commit
+    monkeypatch.setattr(Capture, "commit", lambda capture: is_let_go.wait(TIMEOUT_S) and commit(capture))
+    training.train()
+    assert training.engine.boundary(1)
+
+    assert not training.engine.wait(until="captured", timeout_s=0.05)
+
+    is_let_go.set()
+    assert training.engine.wait(until="captured", timeout_s=TIMEOUT_S)
+    assert training.engine.statistics().whole == 1
 
 
 def test_a_step_whose_memory_has_a_later_one_by_now_counts_as_captured(job):
@@ -463,8 +480,11 @@ def test_boundaries_start_no_garbage_collection_and_leave_the_collector_as_it_wa
 
 @pytest.mark.parametrize("make", [lambda model: model, lambda model: [model], lambda model: {}, lambda model: None])
 def test_what_is_no_state_is_refused_when_the_engine_is_made(job, make):
+    training = job.start()
     with pytest.raises(ConfigError, match=r"the state must be a dict of names to objects, .* or a StateSource; got"):
         SnapshotEngine(job.config(), make(torch.nn.Linear(2, 2)))
+
+    training.run(1, 1)  # it was not replaced
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lazysnap import SnapshotConfig, SnapshotEngine
 from lazysnap.capture.gradients import WaitingGradients
+from lazysnap.state.objects import ObjectState
 
 STEPS = 12
 LEFT_OUT = "gradients waited for an optimizer step"
@@ -353,3 +354,27 @@ def test_gradients_that_are_never_used_hold_up_captures_for_a_while_only(tmp_pat
         engine.close(drain=False)
     assert captured[0] == 65
     assert "is captured without the gradients of second" in caplog.text
+
+
+class Replaceable(ObjectState):
+    """A state whose optimizer the program may replace, as Lightning's may."""
+
+    def named(self):
+        return dict(self._objects)
+
+    def replace(self, optimizer):
+        self._objects["all"] = optimizer
+
+
+def test_an_optimizer_that_replaces_another_one_is_waited_for_from_its_first_boundary(tmp_path):
+    training = ClearedBefore()  # its used gradients still stand at each boundary
+    state = Replaceable(training.state())
+    engine = SnapshotEngine(SnapshotConfig(job_id=str(tmp_path)), state)
+    try:
+        run(training, engine, 1, 3)
+        training.optimizers["all"] = torch.optim.SGD(training.model.parameters(), 1e-2)
+        state.replace(training.optimizers["all"])
+        run(training, engine, 4, 6)
+        assert engine.statistics().skipped[LEFT_OUT] == 0
+    finally:
+        engine.close(drain=False)

@@ -336,6 +336,10 @@ def main() -> None:
         loop["rank"] = rank
     start = snapshot.step if snapshot else 0
     write("resumed", start, snapshot.level if snapshot else "nothing", digest(model, optimizer), *own(model, loop))
+    if settings.get("resumes_protected"):
+        # A deadline that is longer than a test may take: what is known is answered at once.
+        until(lambda: engine.wait(until="protected", timeout_s=3600), lambda: "the resumed step is not protected")
+        write("protected", start)
     if settings.get("look"):
         engine.abandon()
         os._exit(0)

@@ -98,3 +98,14 @@ def test_a_rank_without_memory_for_parity_captures_each_step_and_says_what_is_no
         assert job.begun(1) == set(range(1, 13)), job.output()
         assert "NOT protected against the loss of a node, there is too little memory" in output(job, 1)
         assert "too little memory" not in output(job, 0)
+
+
+def test_whether_a_resumed_step_is_protected_is_known_at_once(make_job):
+    job = make_job(levels=[], nodes=("node-a", "node-b"))
+    settings = {"by_rank": {"0": {"node": "node-a"}, "1": {"node": "node-b"}}}
+    assert set(job.run("ddp", 2, stop_at=4, wait_protected=True, **settings)) == {9}, job.output()
+
+    codes = job.run("ddp", 2, resumes_protected=True, look=True, **settings)
+
+    assert codes == [0, 0], job.output()
+    assert [line[2] for line in job.events("protected")[-2:]] == ["4", "4"]
