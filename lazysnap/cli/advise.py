@@ -125,12 +125,12 @@ def _with_arguments(facts: TrainingFigures, args: argparse.Namespace) -> Trainin
     """Return given figures, else measured ones. Raises: ConfigError."""
     nodes = args.nodes
     ranks = args.ranks
-    if ranks is None:
+    if ranks is None and args.url is None:
         ranks = nodes
-    if nodes is None:
-        nodes = facts.nodes
     if ranks is None:
         ranks = facts.ranks
+    if nodes is None:
+        nodes = facts.nodes
     if ranks < 1 or nodes < 1 or ranks % nodes:
         raise ConfigError(f"--ranks {ranks} --nodes {nodes}: expected at least one rank, and as many on every node")
     if not 0 < args.bytes_per_param <= _LARGEST:

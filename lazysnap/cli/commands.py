@@ -36,7 +36,7 @@ class Argument:
 
 @dataclass(frozen=True)
 class Command:
-    """One command. All have ``--json`` besides."""
+    """One command."""
 
     summary: str
     """The line in the list of commands."""
@@ -46,6 +46,8 @@ class Command:
     example: str
     details: str = ""
     """Further sentences of ``--help``."""
+    has_result: bool = True
+    """True if it has ``--json``. False for a command that ends as the user's own program does."""
 
 
 def parse_option(text: str) -> tuple[str, Any]:
@@ -247,12 +249,14 @@ COMMANDS = {
             _WORDS,
         ),
         "lazysnap run -- python train.py",
+        has_result=False,
     ),
     "worker": Command(
         "start a worker of torchrun quickly after a crash",
         "commands:run_worker",
         (_WORDS,),
         "torchrun --no-python --max-restarts 10 lazysnap worker -- python train.py",
+        has_result=False,
     ),
 }
 
@@ -292,9 +296,12 @@ def parser(*, as_json: bool = False) -> argparse.ArgumentParser:
         details = f"{command.summary[0].upper()}{command.summary[1:]}. {command.details}"
         example = f"Example: {command.example}"
         added = subparsers.add_parser(name, as_json=as_json, help=command.summary, description=details, epilog=example)
-        for argument in (*command.arguments, _JSON):
+        arguments = list(command.arguments)
+        if command.has_result:
+            arguments.append(_JSON)
+        for argument in arguments:
             added.add_argument(*argument.names, **argument.settings)
-        added.set_defaults(refuse=added.error)
+        added.set_defaults(refuse=added.error, json=False)
     return root
 
 

@@ -243,8 +243,8 @@ def _screen(
         parts.append(output.cell("`lazysnap ls URL` lists the snapshots of a level: a directory or an object store"))
     if not_asked:
         processes = ", ".join(map(str, not_asked))
-        text = f"{count_of(len(not_asked), 'more keeper')} of this user not shown (process {processes}): started with "
-        text += "another LAZYSNAP_RUNTIME_DIR, or the job has a password in its name (`lazysnap status JOB` asks it)"
+        text = f"{count_of(len(not_asked), 'more keeper')} of this user not shown (process {processes}): it was "
+        text += "started with another LAZYSNAP_RUNTIME_DIR; set the same one to see it"
         parts.append(output.cell(text, "yellow"))
     return parts
 

@@ -56,7 +56,7 @@ class Memory:
         self._statistics = messages.statistics
         self.captures = Captures()
         """The captures that use the slots."""
-        self.check = RestartCheck(client, messages, source.clocks)
+        self.check = RestartCheck(client, messages, source.clocks, is_alone=world.is_alone)
         """Compares two slots after a restart."""
         self.events = KeeperEvents(config, messages, world.rank)
         self.unprotected: str | None = None

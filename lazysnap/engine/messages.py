@@ -71,7 +71,7 @@ class MessageKind(enum.Enum):
         by=Speaker.FIRST,
     )
     RESTART_EXACT = MessageRow(
-        "step %(step)d was trained again and is identical bit for bit: this training resumes exactly",
+        "step %(step)d was trained again and is identical bit for bit%(scope)s",
         severity=SHOWN,
         by=Speaker.FIRST,
     )
@@ -80,7 +80,8 @@ class MessageKind(enum.Enum):
         "usually means %(cause)s; see docs/operations.md, The proof of a restart"
     )
     RESTART_NOT_COMPARED = MessageRow(
-        "step %(step)d was to be compared, to prove the restart, and was not: %(text)s", severity=logging.INFO
+        "step %(step)d was to be compared, to prove the restart, and was not: %(text)s. Training is not affected",
+        severity=SHOWN,
     )
     END = MessageRow("%(line)s", severity=SHOWN, by=Speaker.FIRST)
     NOT_DURABLE = MessageRow("NOT DURABLE: %(what)s; %(fate)s", by=Speaker.FIRST)

@@ -98,9 +98,10 @@ class RestartCheck:
     that it reads are not overwritten until it is IDLE again.
     """
 
-    def __init__(self, client: KeeperClient, messages: Messages, clocks: tuple[str, ...]) -> None:
-        """``clocks``: see ``StateSource``."""
+    def __init__(self, client: KeeperClient, messages: Messages, clocks: tuple[str, ...], *, is_alone: bool) -> None:
+        """``clocks``: see ``StateSource``. ``is_alone``: True if there is one rank."""
         self._client = client
+        self._is_alone = is_alone
         self._messages = messages
         self._clocks = clocks
         self.step: int | None = None
@@ -157,7 +158,11 @@ class RestartCheck:
             self._end(MessageKind.RESTART_DIFFERS, text=difference.text, cause=difference.usual_cause)
         else:
             self._messages.statistics.restart_check = "identical"
-            self._end(MessageKind.RESTART_EXACT)
+            scope = ": this training resumes exactly"
+            if not self._is_alone:
+                # Each rank compares its own part, and does not know the results of the others.
+                scope = " on rank 0; every rank with another result says so"
+            self._end(MessageKind.RESTART_EXACT, scope=scope)
 
     def give_up(self) -> bool:
         """End a comparison because a capture needs a slot, and report the result so far. Returns: True if there was

@@ -102,6 +102,19 @@ class Journal:
         self.add(events.TrainerEnded, **of, step=last, how="died")
 
 
+def test_on_more_nodes_a_run_keeps_its_ranks(capsys, tmp_path):
+    journal = Journal(tmp_path)
+    journal.start(0, 50, step_s=2.0, stall_s=0.06)
+
+    words = ["advise", str(tmp_path), "--params", "1m"]
+    _, one = run_json(capsys, *words)
+    _, two = run_json(capsys, *words, "--nodes", "2")
+
+    for result in (one, two):
+        ranks = result["memory_per_node_bytes"] / result["memory_per_rank_bytes"]
+        assert ranks == pytest.approx(4 if result is one else 2)
+
+
 def test_a_run_is_told_from_what_it_measured(capsys, tmp_path):
     journal = Journal(tmp_path, nodes=2)
     for first in range(0, 200, 50):

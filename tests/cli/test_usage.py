@@ -65,6 +65,14 @@ def test_a_worker_without_a_command_is_one_clear_line(capsys):
     assert "name a command" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "worker"])
+def test_a_command_that_ends_as_the_program_has_no_json(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--json", "--", "true"])
+    assert end.value.code == 2
+    assert "--json" in capsys.readouterr().err
+
+
 def test_a_misspelt_option_shows_the_usage_of_its_command(capsys):
     with pytest.raises(SystemExit) as exit_:
         run("prune", "x", "--keeplast", "3")

@@ -154,6 +154,7 @@ def test_an_error_of_the_comparison_costs_its_line_alone(job, undisturbed):
     text = job.run(fault="engine.compare:1:raise", status=0)
 
     assert resumed(text) == 5
+    assert "step 6 was to be compared, to prove the restart, and was not: " in text
     assert "check None" in text
     assert digest_in(text) == undisturbed
 

@@ -25,7 +25,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
-from lazysnap import LazySnapshotCallback, MemoryLevel, PersistentLevel, SnapshotConfig  # noqa: E402
+from lazysnap import KeepBest, LazySnapshotCallback, MemoryLevel, PersistentLevel, SnapshotConfig  # noqa: E402
 
 SAMPLES, BATCH = 48, 3
 
@@ -147,7 +147,8 @@ def main() -> None:
         collective_timeout_s=20,
         verify_restart=False,
     )
-    lazy = LazySnapshotCallback(config=config)
+    keep_best = KeepBest(settings["keep_best"]) if "keep_best" in settings else None
+    lazy = LazySnapshotCallback(config=config, keep_best=keep_best)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=world,

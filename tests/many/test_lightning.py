@@ -162,6 +162,14 @@ def test_an_optimizer_that_shards_its_state_itself_is_refused_before_anything_is
     assert not list(fit.place.glob("trace.*"))
 
 
+@pytest.mark.timeout(120)
+def test_a_metric_that_nothing_logs_ends_every_rank_with_its_name(make_fit):
+    fit = make_fit("fit", levels=True)
+    assert 0 not in fit.run("ddp", 2, keep_best="absent"), fit.output()
+    for rank in range(2):
+        assert "nothing logs 'absent'; logged are" in (fit.place / f"output.{rank}").read_text()
+
+
 def test_an_exported_checkpoint_holds_what_lightning_saves_itself(make_fit, tmp_path):
     fit = make_fit("fit", levels=True)
     assert fit.run("fsdp2", 2, save=True) == [0, 0], fit.output()

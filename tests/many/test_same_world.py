@@ -34,6 +34,15 @@ def test_ranks_resume_as_if_nothing_had_happened(make_job, end_keepers, kind, pl
         assert len(set(counts)) == 1, "behind the first boundary, which plans together, a snapshot needs no collective"
 
 
+def test_rank_0_does_not_speak_for_the_others_when_its_part_is_repeated_exactly(job):
+    assert 0 not in job.run("ddp", 2, stop_at=4), job.output()
+    assert set(job.run("ddp", 2, verify_restart=True)) == {0}, job.output()
+
+    output = job.output()
+    assert "step 4 was trained again and is identical bit for bit on rank 0; every rank with another" in output
+    assert "this training resumes exactly" not in output
+
+
 def test_a_rank_that_waits_for_its_last_step_before_a_slower_one_captured_it_gets_it(job):
     job.levels[0]["every_n_steps"] = 1000
     assert set(job.run("ddp", 2, by_rank={"1": {"lag_s": 0.3}}, stop_at=3, wait_durable=True)) == {9}, job.output()

@@ -205,10 +205,15 @@ class LazySnapshotCallback(WithEngine, Callback):
         if self._session is None or setting is None or not self._is_fit:
             return
         metrics = trainer.callback_metrics
-        if trainer.is_global_zero and setting.monitor not in metrics:
-            raise ConfigError(
-                f"LazySnapshotCallback.keep_best: nothing logs {setting.monitor!r}; logged are {sorted(metrics)}"
-            )
+
+        def check() -> None:
+            # Other ranks need not have it: rank 0's value counts (``log(..., rank_zero_only=True)``).
+            if trainer.is_global_zero and setting.monitor not in metrics:
+                raise ConfigError(
+                    f"LazySnapshotCallback.keep_best: nothing logs {setting.monitor!r}; logged are {sorted(metrics)}"
+                )
+
+        self._session.engine._together("keeping the best", check)
         self._session.keep_best(setting, metrics.get(setting.monitor, math.nan))
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
