@@ -1,4 +1,4 @@
-"""All messages of an engine to its user: a table of events, each with severity, counter and text."""
+"""The messages of an engine to its user: a table of events, each with severity, counter and text."""
 
 import enum
 import logging
@@ -71,7 +71,7 @@ class MessageKind(enum.Enum):
         by=Speaker.FIRST,
     )
     RESTART_EXACT = MessageRow(
-        "step %(step)d was trained again and is identical bit for bit%(scope)s",
+        "step %(step)d was trained again and is identical bit for bit: %(scope)s",
         severity=SHOWN,
         by=Speaker.FIRST,
     )

@@ -158,10 +158,10 @@ class RestartCheck:
             self._end(MessageKind.RESTART_DIFFERS, text=difference.text, cause=difference.usual_cause)
         else:
             self._messages.statistics.restart_check = "identical"
-            scope = ": this training resumes exactly"
+            scope = "this training resumes exactly"
             if not self._is_alone:
                 # Each rank compares its own part, and does not know the results of the others.
-                scope = " on rank 0; every rank with another result says so"
+                scope = "this is the part of rank 0, and every rank with another result says so"
             self._end(MessageKind.RESTART_EXACT, scope=scope)
 
     def give_up(self) -> bool:

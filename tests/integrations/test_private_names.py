@@ -17,7 +17,7 @@ import lazysnap
 PACKAGE = Path(lazysnap.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "private-names.md"
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
-PRIVATE = re.compile(r"_[a-z][a-zA-Z0-9_]*")
+PRIVATE = re.compile(r"_[a-zA-Z][a-zA-Z0-9_]*")
 ENGINE_NAME = re.compile(r"(?<![a-zA-Z])(?:Snapshot)?[eE]ngine(?:\(\))?\.(_\w+)")
 ROW = re.compile(r"^\| `(?P<owner>[\w.]+)` \| (?P<names>`[^|]+`) \| [^|]+ \|$", re.MULTILINE)
 

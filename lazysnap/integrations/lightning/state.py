@@ -215,7 +215,7 @@ class LightningState(StateSource):
         self._streams.restore(late_part["streams"])
 
     def _give_to_connector(self, state: dict[str, Any]) -> None:
-        """Return the connector's part of a collected state."""
+        """Let the connector load its part of a collected state."""
         checkpoint = dict(state)
         extra = checkpoint.pop(EXTRAS)
         checkpoint["callbacks"] = unpack(checkpoint["callbacks"])
