@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from lazysnap.cli.chaos_training import LOGS, CommandStart, Training, copy_directory, step_of
 from lazysnap.cli.output import OK, Output, command_words, count_of, without_end
-from lazysnap.errors import ConfigError, LazySnapError
+from lazysnap.errors import ConfigError
 from lazysnap.shard.checksum import digest
 
 FAULTS = ("kill", "keeper", "both", "stop", "stop-keeper", "term", "flip")
@@ -37,10 +37,6 @@ _ADVICE = {
     "HARD_FAIL": "the same command, started again, must resume by itself, also if its newest checkpoint is damaged: "
     "its log shows where it failed",
 }
-
-
-class ChaosFailed(LazySnapError):
-    """The program cannot be judged: it fails without a fault, or no two of its runs are equal."""
 
 
 # ---------------------------------------------------------------- the result
@@ -165,7 +161,7 @@ class Chaos:
     """All runs of a command."""
 
     def __init__(self, args: argparse.Namespace, place: pathlib.Path) -> None:
-        """Run it twice undisturbed. Blocks. Raises: ConfigError; ChaosFailed, if it cannot be judged."""
+        """Run it twice undisturbed. Blocks. Raises: ConfigError, also if it cannot be judged."""
         self._args = args
         self._words = command_words(args)
         self._place = place
@@ -185,14 +181,14 @@ class Chaos:
             raise ConfigError(f"--result {args.result} matches no file that the command left in its directory")
         changed = difference(self.files, files)
         if changed:
-            raise ChaosFailed(f"two undisturbed runs differ: {changed}; seed all random generators of the command")
+            raise ConfigError(f"two undisturbed runs differ: {changed}; seed all random generators of the command")
         self.printed = Printed(first.lines, second.lines)
         values_compared = False
         for key, line in self.printed.lines.items():
             if len(key) > 2 or step_of(line) is None:
                 values_compared = True
         if not self.files and not values_compared:
-            raise ChaosFailed(
+            raise ConfigError(
                 "two undisturbed runs print no number alike but that of the step: print the loss and seed all random "
                 "generators, or name a file to compare, as in `lazysnap chaos --result model.pt -- python train.py`"
             )
@@ -208,7 +204,7 @@ class Chaos:
             while not training.wait(0.2):
                 self.has_keeper = self.has_keeper or bool(training.keepers())
             if training.code:
-                raise ChaosFailed(
+                raise ConfigError(
                     f"without a fault the command ended with code {training.code}; its last lines, of {training.log}:\n"
                     + training.last_lines(15)
                 )
@@ -226,7 +222,7 @@ class Chaos:
         return ""
 
     def disturb(self, fault: str) -> Trial:
-        """Run the command with a fault, start it again until it ends well, and judge. Blocks. Raises: ChaosFailed."""
+        """Run the command with a fault, start it again until it ends well, and judge. Blocks. Raises: ConfigError."""
         trial = Trial(fault)
         with self._training(fault) as training:
             began_s = time.monotonic()
@@ -255,9 +251,9 @@ class Chaos:
             training.wait(until_s - time.monotonic(), lambda: bool(training.newest_snapshot()))
         training.wait(late_s)
         if trial.fault == "flip" and not training.newest_snapshot():
-            raise ChaosFailed("flip found no snapshot to damage: give the command more time to store one (--deadline)")
+            raise ConfigError("flip found no snapshot to damage: give the command more time to store one (--deadline)")
         if training.code is not None:
-            raise ChaosFailed(f"the command ended before {trial.fault} could strike: give it more steps")
+            raise ConfigError(f"the command ended before {trial.fault} could strike: give it more steps")
         if steps:
             trial.at_step = steps[-1]
         trial.done = training.strike(trial.fault, dice, min(_LONGEST_STOP_S, self.seconds / 10))
@@ -350,7 +346,7 @@ class Chaos:
 def run(args: argparse.Namespace, output: Output) -> int:
     """Run the command twice without a fault, then once with each fault. Blocks. Returns 1 if a verdict is not PASS.
 
-    Raises: ConfigError; ChaosFailed.
+    Raises: ConfigError.
     """
     root = pathlib.Path(LOGS).resolve()
     root.mkdir(exist_ok=True)
@@ -402,7 +398,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 def run_demo(args: argparse.Namespace, output: Output) -> int:
     """Run chaos with a small transformer, in a directory that is deleted on success. Blocks for a minute or two.
 
-    It is killed with and without its keeper. Returns 1 if a result differs. Raises: ChaosFailed.
+    It is killed with and without its keeper. Returns 1 if a result differs. Raises: ConfigError.
     """
     args.words = [sys.executable, "-m", "lazysnap.cli.demo_training"]
     args.faults = ["kill", "both"]

@@ -52,8 +52,8 @@ class CheckResult:
     """The result of one check. ``text`` has the result, and, unless it is good, what to change."""
 
     topic: str
-    verdict: Literal["good", "better", "bad"]
-    """``better``: training works, but could be faster or safer."""
+    verdict: Literal["good", "warn", "bad"]
+    """``warn``: training works, but could be faster or safer."""
     text: str
 
 
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, output: Output) -> int:
 
     Returns 1 if something is bad.
     """
-    colours = {"good": "green", "better": "yellow", "bad": "bold red"}
+    colours = {"good": "green", "warn": "yellow", "bad": "bold red"}
     is_good = True
     checks = []
     for check in _checks(args):
@@ -81,7 +81,7 @@ def _checks(args: argparse.Namespace) -> Iterator[CheckResult]:
     yield from _device()
     yield from map(_peer, args.peer)
     if args.url is None:
-        yield CheckResult("level", "better", "not checked: name a path or URL to check it (lazysnap doctor URL)")
+        yield CheckResult("level", "warn", "not checked: name a path or URL to check it (lazysnap doctor URL)")
     else:
         yield from _level(args)
 
@@ -124,9 +124,9 @@ def _huge_pages() -> CheckResult:
         if chosen and chosen[0] not in ("never", "deny"):
             return CheckResult("huge pages", "good", f"shared memory may use them ({chosen[0]})")
         return CheckResult(
-            "huge pages", "better", f"off; memory is ready in a third of the time after `echo advise > {_HUGE_PAGES}`"
+            "huge pages", "warn", f"off; memory is ready in a third of the time after `echo advise > {_HUGE_PAGES}`"
         )
-    return CheckResult("huge pages", "better", "this kernel has none for shared memory, so a start takes longer")
+    return CheckResult("huge pages", "warn", "this kernel has none for shared memory, so a start takes longer")
 
 
 def _keeper() -> CheckResult:
@@ -152,9 +152,7 @@ def _device() -> Iterator[CheckResult]:
         change = "LimitMEMLOCK=infinity, or memlock in limits.conf"
         if hard == resource.RLIM_INFINITY:
             change = "`ulimit -l unlimited`"
-        yield CheckResult(
-            "memlock", "better", f"{decimal(soft)}: larger slots are copied through a buffer; set {change}"
-        )
+        yield CheckResult("memlock", "warn", f"{decimal(soft)}: larger slots are copied through a buffer; set {change}")
     # Imported here, because torch takes seconds to import and is only needed here.
     import torch
 
@@ -176,7 +174,7 @@ def _device() -> Iterator[CheckResult]:
         yield CheckResult("device", "good", f"{device.type}: 64 MiB of a slot were page-locked")
     else:
         yield CheckResult(
-            "device", "better", f"{device.type} locked no slot in memory: the next step waits for copies; see memlock"
+            "device", "warn", f"{device.type} locked no slot in memory: the next step waits for copies; see memlock"
         )
 
 
@@ -273,6 +271,6 @@ def _local(directory: str) -> Iterator[CheckResult]:
     try:
         check_room(directory, BLOCK_BYTES)
     except MemoryBoundExceeded as error:
-        yield CheckResult("spill", "better", str(error))
+        yield CheckResult("spill", "warn", str(error))
     else:
         yield CheckResult("spill", "good", "if memory is short, copies can be files here")

@@ -292,7 +292,7 @@ def test_the_page_documents_the_keys_that_are_printed(make_url, tmp_path, capsys
     for command, words in lines.items():
         code, result = run_json(capsys, command, *words)
         assert code == 0, result
-        extra = {"good", "better", "bad"} if command == "doctor" else set()
+        extra = {"good", "warn", "bad"} if command == "doctor" else set()
         assert printed_keys(result) == documented[command] - extra, command
 
 
