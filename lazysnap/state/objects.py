@@ -16,7 +16,6 @@ from lazysnap.state.plain_dicts import check_dict, restore_dict
 from lazysnap.state.pretrained import pretrained
 from lazysnap.state.scalars import plain_numbers, state_of_scaler
 from lazysnap.state.source import OPTIMIZERS, StateSource
-from lazysnap.state.stock_dicts import state_of_module, state_of_optimizer
 from lazysnap.state.unsupported import check_averages_gradients, check_supported
 from lazysnap.state.wrappers import ddp_of, stepping, unwrapped
 
@@ -27,13 +26,10 @@ def _state_of(value: Any) -> Any:
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, torch.optim.Optimizer):
-        return state_of_optimizer(stepping(value))
+        return stepping(value).state_dict()
     if isinstance(value, torch.amp.GradScaler):
         return state_of_scaler(value)
-    inner = unwrapped(value)
-    if isinstance(inner, torch.nn.Module):
-        return state_of_module(inner)
-    return inner.state_dict()
+    return unwrapped(value).state_dict()
 
 
 def is_data_position(value: object) -> bool:
