@@ -9,7 +9,8 @@ from rich.filesize import decimal
 from lazysnap.cli.inspecting import GONE, check, fields_of, open_existing, show_snapshots
 from lazysnap.cli.output import OK, Output
 from lazysnap.config import PersistentLevel
-from lazysnap.core.retention import Retention
+from lazysnap.core.messages import LevelSettings
+from lazysnap.core.retention import is_expired
 from lazysnap.errors import ConfigError, SnapshotNotFound
 from lazysnap.levels.leftovers import leftovers, sweep
 from lazysnap.levels.node_file import FilePlace, delete_files
@@ -71,7 +72,7 @@ class _Plan:
         self._count = args.keep_last or 0
         """Snapshots of a run that must be valid before others may be deleted; 0: none may be deleted."""
         level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
-        self._retention = Retention(level.keep_last, level.keep_every_n_steps)
+        self._level = LevelSettings(args.url, keep_last=level.keep_last, keep_every_n_steps=level.keep_every_n_steps)
         self.leftovers = [leftover.path for leftover in leftovers(self._storage, None)]
         """Uncommitted objects; they are deleted unless a living writer holds them."""
         self.delete: list[StoredSnapshot] = []
@@ -123,7 +124,7 @@ class _Plan:
             return "named"
         newer = sum(key > snapshot.key for key in sound)
         if snapshot.is_complete:
-            if self._retention.is_expired(snapshot.step, newer):
+            if is_expired(snapshot.step, self._level, newer):
                 return None
             if is_newest:
                 return "newest complete"

@@ -21,7 +21,7 @@ from lazysnap.core.messages import (
     StepKey,
     Wants,
 )
-from lazysnap.core.retention import Retention
+from lazysnap.core.retention import may_delete
 from lazysnap.memory.slot_choice import SlotPhase, SlotView, is_untouchable
 
 NO_LEVEL_ORDER = LevelOrder(0, None, None, (), (), (), (), is_overtaken=False, is_open=False)
@@ -283,9 +283,8 @@ class NodeLevel:
         for named in self.names:
             spared.add(named.key)
         keys = sorted(self.leftovers - {self.grant})
-        retention = Retention(self.settings.keep_last, self.settings.keep_every_n_steps)
         for key in sorted((self.stored | self.unusable) - spared):
-            if retention.may_delete(key, self.order.complete, self.order.cancelled):
+            if may_delete(key, self.settings, self.order.complete, self.order.cancelled):
                 keys.append(key)
         return keys
 

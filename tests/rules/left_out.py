@@ -184,7 +184,7 @@ RULES: dict[str, list[tuple[str, str, str]]] = {
             "not any((key in level.complete for level in self._storage))",
         ),
         ("core/job.py", "JobCore._send_state", "self.coordinator is None and self._sent_report is not None"),
-        ("core/retention.py", "Retention.is_expired", "num_newer >= self.keep_last"),
+        ("core/retention.py", "is_expired", "num_newer >= level.keep_last"),
     ],
     "core/test_core_by_model.py::test_storage_is_not_starved_by_slow_redundancy": [
         ("core/coordinator.py", "Coordinator.deadlines", "level.due_at > now"),
