@@ -68,14 +68,6 @@ def said_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
         timer.join(_JOIN_S)
 
 
-def has_terminal() -> bool:
-    """True if stderr is a terminal in use, so that a progress bar suffices."""
-    try:
-        return sys.stderr is not None and sys.stderr.isatty()
-    except (AttributeError, ValueError):  # an object of the program with fewer methods, or closed
-        return False
-
-
 def _write(message: str) -> None:
     if sys.stderr is not None:  # it is None in a windowed program
         # A closed or full stderr must not end a training.

@@ -276,20 +276,15 @@ class Core:
         if self.job is None:
             return KeeperState(pid=self._pid, alerts=tuple(alerts), serves_at=self._serves_at)
         job = self.job
-        wants = self.ranks.wants
-        is_anybody_waiting = bool(wants.required or wants.names)
-        for rank in self.ranks.all:
-            if rank.state is not None and rank.state.is_sealed:
-                is_anybody_waiting = True
         alerts += job.alerts(self.now, self._meeting_address())
         return KeeperState(
             pid=self._pid,
-            levels=job.level_states(has_progress=is_anybody_waiting),
+            levels=job.level_states(),
             protected=job.protected,
             names=job.given_names(),
             lost=job.node.order.lost,
             alerts=tuple(alerts),
-            is_preempted=job.node.order.is_preempted or wants.is_preempted,
+            is_preempted=job.node.order.is_preempted or self.ranks.wants.is_preempted,
             serves_at=self._serves_at,
         )
 

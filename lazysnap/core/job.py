@@ -373,17 +373,10 @@ class JobCore:
 
     # State for trainers
 
-    def level_states(self, *, has_progress: bool) -> tuple[LevelState, ...]:
-        """Return the state of each storage level. ``has_progress``: include the progress, because a trainer waits for a
-        step.
-        """
+    def level_states(self) -> tuple[LevelState, ...]:
+        """Return the state of each storage level."""
         states = []
         for level, tasks in zip(self.node.storage, self.level_tasks, strict=False):
-            writing = None
-            moved_bytes = 0
-            if has_progress and tasks.writing is not None:
-                writing = tasks.writing
-                moved_bytes = tasks.moved_bytes
             states.append(
                 LevelState(
                     complete=level.order.complete,
@@ -393,8 +386,6 @@ class JobCore:
                     failure=level.failure,
                     failed_step=tasks.failed_step,
                     num_failures=tasks.num_failures,
-                    writing=writing,
-                    moved_bytes=moved_bytes,
                 )
             )
         return tuple(states)

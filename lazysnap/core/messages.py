@@ -27,7 +27,7 @@ from typing import Any
 
 from msgspec import Struct
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Incremented with every change of a message between trainer and keeper: ``wire`` refuses another number. ``Report``
 and ``Order`` go from keeper to keeper; their number is ``peers.wire.PROTOCOL``.
 """
@@ -233,9 +233,6 @@ class LevelState(Struct, frozen=True):
     """The step that the task did not store; None: another task."""
     num_failures: int = 0
     """Steps that were not stored since the keeper began the job."""
-    writing: StepKey | None = None
-    """The step that is being stored, if a trainer waits for a step."""
-    moved_bytes: int = 0
 
 
 class KeeperAlert(Struct, frozen=True, array_like=True):

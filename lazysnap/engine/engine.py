@@ -19,7 +19,7 @@ from lazysnap.engine.rollback import Rollback, roll_back
 from lazysnap.engine.run import Run
 from lazysnap.engine.shutdown import Shutdown
 from lazysnap.engine.statistics import Statistics
-from lazysnap.engine.stored import ShowStored, wait_durable, wait_protected
+from lazysnap.engine.stored import wait_durable, wait_protected
 from lazysnap.errors import ConfigError, JobBusy
 from lazysnap.keeper.client import KeeperClient
 from lazysnap.keeper.identity import JobIdentity
@@ -553,17 +553,13 @@ class SnapshotEngine:
             return wait_protected(self._run, step, timeout_s)
         return wait_durable(self._run, step, timeout_s)
 
-    def _flush(self, timeout_s: float, progress: ShowStored | None = None) -> bool:
-        """Block until the newest capture is durable at every level. All ranks call it at the same step.
-
-        Args:
-            timeout_s: seconds to wait at most.
-            progress: called with the bytes that levels have, and the total.
+    def _flush(self, timeout_s: float) -> bool:
+        """Block until the newest capture is durable at every level, at most ``timeout_s``. All ranks call it.
 
         Returns: False after the deadline, if the capture was dropped, or if no due step was captured.
         """
         self._check_open("flush")
-        return self._shutdown.flush(timeout_s, progress)
+        return self._shutdown.flush(timeout_s)
 
     def statistics(self) -> Statistics:
         """Return counters and timings so far.
@@ -574,7 +570,7 @@ class SnapshotEngine:
         """
         return self._shutdown.statistics()
 
-    def close(self, *, drain: bool = True, progress: ShowStored | None = None) -> bool:
+    def close(self, *, drain: bool = True) -> bool:
         """Capture the last step, make it durable, end the keeper and free the memory. Idempotent::
 
             engine.close()  # the end of ``with engine`` does it
@@ -588,14 +584,13 @@ class SnapshotEngine:
 
         Args:
             drain: False captures nothing and does not wait for storage. The keeper keeps storing.
-            progress: called with the bytes that levels have, and the total.
 
         Returns: False if the last due step was not captured or not stored at every level, if another rank is missing,
         and after ``abandon``.
 
         Raises: SystemExit, if the training is preempted.
         """
-        return self._shutdown.close(drain=drain, progress=progress)
+        return self._shutdown.close(drain=drain)
 
     def abandon(self, error: BaseException | None = None) -> None:
         """End as after a crash: the keeper stores the newest capture and waits for a restart::

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 
-from lazysnap.console import has_terminal, said_after
+from lazysnap.console import said_after
 from lazysnap.core.messages import Farewell
 from lazysnap.engine import report
 from lazysnap.engine.best import BestSnapshots
@@ -12,7 +12,7 @@ from lazysnap.engine.messages import MessageKind
 from lazysnap.engine.preemption import Preemption
 from lazysnap.engine.run import Run
 from lazysnap.engine.statistics import NO_SLOTS, Statistics
-from lazysnap.engine.stored import ShowStored, store_everywhere
+from lazysnap.engine.stored import store_everywhere
 from lazysnap.errors import WaitTimeout
 
 _SILENCE_S = 3.0
@@ -51,17 +51,17 @@ class Shutdown:
             self._statistics.unprotected = self._memory.unprotected
         return self._statistics.copied()
 
-    def flush(self, timeout_s: float, progress: ShowStored | None) -> bool:
+    def flush(self, timeout_s: float) -> bool:
         """See ``SnapshotEngine._flush``. Blocks. Without levels: until a keeper has it."""
         self._boundaries.finish_copies()
-        done = store_everywhere(self._run, self._captures.newest_whole_step(), timeout_s, progress)
+        done = store_everywhere(self._run, self._captures.newest_whole_step(), timeout_s)
         self._memory.follow_keeper()
         is_captured = self._recorder.last_due is None or self._captures.newest_whole_step() is not None
         return done and is_captured and not self._captures.has_lost_newest
 
     # ---------------------------------------------------------------- the good end
 
-    def close(self, *, drain: bool, progress: ShowStored | None) -> bool:
+    def close(self, *, drain: bool) -> bool:
         """See ``SnapshotEngine.close``. Collective. Blocks."""
         if self.is_closed:
             return self._has_ended_well
@@ -69,11 +69,11 @@ class Shutdown:
             self.abandon(None)
             return False
         try:
-            return self._close(drain=drain, progress=progress)
+            return self._close(drain=drain)
         finally:
             self._preemption.leave()  # ends the process here after a signal
 
-    def _close(self, *, drain: bool, progress: ShowStored | None) -> bool:
+    def _close(self, *, drain: bool) -> bool:
         durable = False
         over = False
         captured = True
@@ -87,7 +87,7 @@ class Shutdown:
             self._recorder.check.wait(self._config.io_timeout_s)
             has_own = self._captures.newest_whole_step() is not None
             self._client.seal()  # memory stays: a step with a name is stored, even if newer ones exist
-            durable = not drain or self._drain(progress, is_common=over)
+            durable = not drain or self._drain(is_common=over)
             captured = not drain or self._has_captured_last()
             self._memory.sum_up()
         finally:
@@ -113,11 +113,11 @@ class Shutdown:
         except WaitTimeout as error:  # a rank that dies here would leave no whole capture
             self._messages.tell(MessageKind.END_UNKNOWN, text=error)
 
-    def _drain(self, progress: ShowStored | None, *, is_common: bool) -> bool:
+    def _drain(self, *, is_common: bool) -> bool:
         """Wait until the newest capture is durable at every level."""
         resumed = self._run.resumed
         is_there = self._captures.newest_whole_step() is not None or resumed is None or not resumed.only_in_memory
-        durable = self._drain_all(progress, is_common=is_common) and is_there
+        durable = self._drain_all(is_common=is_common) and is_there
         if durable and self._client.was_connected:
             self._await_names(is_common=is_common)
         self._memory.follow_keeper()
@@ -132,7 +132,7 @@ class Shutdown:
         if is_common and self._best.release_surplus():
             self._client.wait_names(self._config.io_timeout_s)
 
-    def _drain_all(self, progress: ShowStored | None, *, is_common: bool) -> bool:
+    def _drain_all(self, *, is_common: bool) -> bool:
         """Wait for all ranks, and fail if one of them failed. Collective, if ``is_common``: all ranks call it."""
         world = self._world
         newest = self._captures.newest_whole_step()
@@ -140,8 +140,8 @@ class Shutdown:
         def drain(last: int | None) -> bool:
             if not self._client.was_connected:
                 return True
-            with self._telling(last, has_bar=progress is not None and has_terminal()):
-                return store_everywhere(self._run, last, self._config.drain_timeout_s, progress)
+            with self._telling(last):
+                return store_everywhere(self._run, last, self._config.drain_timeout_s)
 
         if world.is_alone or not is_common:
             return drain(newest)
@@ -158,10 +158,10 @@ class Shutdown:
             return False
         return all(done) and is_same
 
-    def _telling(self, step: int | None, *, has_bar: bool) -> contextlib.AbstractContextManager[None]:
+    def _telling(self, step: int | None) -> contextlib.AbstractContextManager[None]:
         """Return a context in which a long wait for storage is reported."""
         config = self._config
-        if step is None or has_bar or self._world.rank != 0 or not config.levels:
+        if step is None or self._world.rank != 0 or not config.levels:
             return contextlib.nullcontext()
 
         def line() -> str:

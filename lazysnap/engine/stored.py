@@ -1,7 +1,6 @@
 """Waits until a step is safe: the requests of a trainer to its keeper, and when it gives up."""
 
 import time
-from collections.abc import Callable
 from functools import partial
 
 from lazysnap.core.messages import KeeperState, StepKey
@@ -13,9 +12,6 @@ _GIVE_UP_S = 5.0
 """Seconds after which the end does not wait for a failing level: it may not answer for hours."""
 _LOOK_S = 0.1
 """Seconds between two checks of the deadline."""
-
-ShowStored = Callable[[int, int], None]
-"""Called with the stored bytes of this node's part, and the total, of all levels together."""
 
 
 def wait_durable(run: Run, step: int, timeout_s: float) -> bool:
@@ -101,7 +97,7 @@ def wait_protected(run: Run, step: int, timeout_s: float) -> bool:
     return is_protected(client.state)
 
 
-def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: ShowStored | None) -> bool:
+def store_everywhere(run: Run, step: int | None, timeout_s: float) -> bool:
     """Block until every level has that step; without levels until a keeper has it. ``None``: return at once.
 
     Returns: False after the deadline, or if a level can no longer store it.
@@ -116,28 +112,11 @@ def store_everywhere(run: Run, step: int | None, timeout_s: float, progress: Sho
             return client.is_connected
 
         return client.wait(has_keeper, timeout_s)
-    key = StepKey(run.meta.start_number, step)
-    # Every rank of the node has about the same size.
-    size_bytes = run.recorder.messages.statistics.shard_bytes * len(run.restart.world.node_ranks)
-
-    def show(state: KeeperState) -> None:
-        if progress is not None and size_bytes:
-            progress(stored_bytes(state, key, size_bytes), size_bytes * num_levels)
-
-    return _wait_stored(client, key, num_levels, timeout_s, show)
+    return _wait_stored(client, StepKey(run.meta.start_number, step), num_levels, timeout_s)
 
 
-def _wait_stored(
-    client: KeeperClient, key: StepKey, num_levels: int, timeout_s: float, show: Callable[[KeeperState], None]
-) -> bool:
-    """Block until all levels have a step of this start, or a later one.
-
-    Args:
-        client: the connection to the keeper, which is asked to store the step.
-        key: the step.
-        num_levels: the number of levels.
-        timeout_s: seconds to wait at most.
-        show: called with each new state of the keeper.
+def _wait_stored(client: KeeperClient, key: StepKey, num_levels: int, timeout_s: float) -> bool:
+    """Ask the keeper to store a step of this start, and block until all levels have it, or a later one.
 
     Returns: False after the deadline, or once each level that lacks the step gave it up or failed for ``_GIVE_UP_S``.
     """
@@ -148,7 +127,6 @@ def _wait_stored(
     failing_since_s: dict[int, float] = {}
     while True:
         state = client.state
-        show(state)
         lacking = _lacking(client, key, num_levels)
         left_s = deadline_s - time.monotonic()
         if not lacking:
@@ -182,21 +160,3 @@ def _is_hopeless(state: KeeperState, key: StepKey, level: int, failing_since_s: 
         return False
     now_s = time.monotonic()
     return now_s - failing_since_s.setdefault(level, now_s) >= _GIVE_UP_S
-
-
-def stored_bytes(state: KeeperState, key: StepKey, size_bytes: int) -> int:
-    """Return how many bytes of a step all levels have together.
-
-    Args:
-        state: the last state of the keeper.
-        key: the step.
-        size_bytes: bytes of the step at each level.
-    """
-    total = 0
-    for level in state.levels:
-        newest = max(level.complete, default=None)
-        if newest is not None and newest >= key:
-            total += size_bytes
-        elif level.writing is not None and level.writing >= key:
-            total += min(level.moved_bytes, size_bytes)
-    return total

@@ -1,12 +1,8 @@
 """One training of an integration: its steps and figures, its start, rollback and end; the same for all frameworks."""
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from lazysnap.config import KeepBest, PersistentLevel
 from lazysnap.engine import SnapshotEngine, report
@@ -21,8 +17,6 @@ from lazysnap.state.source import StateSource
 
 _MAX_STEPS = 10_000
 """Maximum steps whose times are kept."""
-_NO_BAR_S = 1.0
-"""Seconds until the end of a training shows a progress bar."""
 
 
 def logged_figures(
@@ -142,14 +136,6 @@ class Session:
         # Undone steps are no longer finished: metrics count from the newest finished step.
         self._finished_s = {step: time_s for step, time_s in self._finished_s.items() if step <= self.step}
 
-    def close(self, *, shows_bar: bool) -> None:
-        """Close the engine: see ``SnapshotEngine.close``. Blocks; a bar may show the progress after a second."""
-        if not shows_bar:
-            self.engine.close(drain=True)
-            return
-        with _bar_later() as show:
-            self.engine.close(drain=True, progress=show)
-
     def report_start(self, checkpoint: Any, how: str, step: int = 0) -> None:
         """Report the start of a training that resumes no snapshot.
 
@@ -164,27 +150,6 @@ class Session:
             self.engine._run.tell_start(report.from_checkpoint(str(checkpoint)))
         else:
             self.engine._run.tell_start(report.fresh(None, how=how, step=step))
-
-
-@contextlib.contextmanager
-def _bar_later() -> Iterator[Callable[[int, int], None]]:
-    """Yield a function that receives bytes done and bytes in all, and shows a bar after ``_NO_BAR_S``."""
-    started_s = time.monotonic()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # A separate console: a display of the program on the common one would refuse a second one.
-    progress = Progress(*columns, console=Console(stderr=True))
-    task = progress.add_task("saving the last snapshot", total=None)
-
-    def show(done_bytes: int, total_bytes: int) -> None:
-        progress.update(task, completed=done_bytes, total=total_bytes)
-        if time.monotonic() - started_s >= _NO_BAR_S:
-            progress.start()
-
-    try:
-        yield show
-    finally:
-        if progress.live.is_started:
-            progress.stop()
 
 
 class WithEngine:

@@ -1,17 +1,13 @@
-"""Figures of snapshots in the trainer's own loggers, and a progress bar at the end."""
+"""Figures of snapshots in the trainer's own loggers."""
 
 import csv
 import random
-import re
 
 import pytest
 import torch
 from harness import Storing
-from lightning.pytorch.callbacks import RichProgressBar, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from test_callback import DieAt, Plain, finish, fit, loaders, make_trainer, raising
-
-from lazysnap import LazySnapshotCallback, PersistentLevel, SnapshotConfig
 
 PREFIX = "lazysnap/"
 EVERY = 4
@@ -109,23 +105,3 @@ def test_what_a_logger_draws_belongs_to_the_step_that_is_captured(tmp_path, step
         fit(tmp_path / "cut", DieAt(step, raising(ZeroDivisionError())), **settings)
 
     assert finish(*fit(tmp_path / "cut", seed=99, **settings)) == whole
-
-
-class Wide(Plain):
-    """A few MB, which a slow level takes seconds for."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("wide", torch.zeros(1_000_000))
-
-
-@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
-def test_behind_the_trainers_own_bar_another_one_shows_how_the_last_snapshot_is_stored(tmp_path, capsys, bar):
-    level = PersistentLevel(str(tmp_path / "slow"), every_n_steps=1000, max_bytes_per_s=1_200_000)
-    lazy = LazySnapshotCallback(config=SnapshotConfig(levels=(level,)))
-    settings = {"enable_progress_bar": True, "max_steps": 2, "limit_val_batches": 0}
-    # A level that was idle takes the first block at once.
-    make_trainer(tmp_path, lazy, bar(), Storing(1), **settings).fit(Wide(), loaders()[0])
-
-    shown = [line for line in re.split("[\r\n]", capsys.readouterr().err) if "saving the last snapshot" in line]
-    assert re.search(r"(4\.\d+)/\1 MB", shown[-1]), shown

@@ -362,7 +362,7 @@ class AcceleratorIntegration(WithEngine):
     # ---------------------------------------------------------------- the end
 
     def close(self) -> None:
-        """Close the engine: see ``SnapshotEngine.close``. Blocks, with a progress bar after a second. Idempotent."""
+        """Close the engine: see ``SnapshotEngine.close``. Blocks. Idempotent."""
         session = self._session
         if session is None:
             return
@@ -375,7 +375,7 @@ class AcceleratorIntegration(WithEngine):
             self._finish_step(session)
             if session.step:
                 session.capture(is_last=True)
-        session.close(shows_bar=self._is_main_process)
+        session.engine.close()
         self._end_session(session, session.engine._config.drain_timeout_s)
 
     def forget(self) -> None:

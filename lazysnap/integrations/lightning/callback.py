@@ -227,14 +227,14 @@ class LazySnapshotCallback(WithEngine, Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close the engine: the last snapshot becomes durable, the keeper exits.
 
-        Blocks: until then, at most ``drain_timeout_s``; with a progress bar if it takes longer than a second.
+        Blocks: until then, at most ``drain_timeout_s``.
         """
         try:
             if self._session is not None and self._is_fit:
                 rich_display = getattr(trainer.progress_bar_callback, "progress", None)
                 if isinstance(rich_display, Progress):
                     rich_display.stop()  # two live displays of rich conflict
-                self._session.close(shows_bar=trainer.is_global_zero)
+                self._session.engine.close()
             elif self.engine is not None:
                 self.engine.abandon()  # an evaluation only reads, and keeps the memory for a later fit
         finally:

@@ -178,7 +178,7 @@ class LazyTrainerCallback(WithEngine, TrainerCallback):  # type: ignore[misc]
                 checkpoint = None
             result = original(checkpoint, *args, **kwargs)
             if self._session is not None:
-                self._session.close(shows_bar=self._trainer.is_world_process_zero())
+                self._session.engine.close()
             return result
         finally:
             if self.engine is not None:
