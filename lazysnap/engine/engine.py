@@ -553,14 +553,6 @@ class SnapshotEngine:
             return wait_protected(self._run, step, timeout_s)
         return wait_durable(self._run, step, timeout_s)
 
-    def _flush(self, timeout_s: float) -> bool:
-        """Block until the newest capture is durable at every level, at most ``timeout_s``. All ranks call it.
-
-        Returns: False after the deadline, if the capture was dropped, or if no due step was captured.
-        """
-        self._check_open("flush")
-        return self._shutdown.flush(timeout_s)
-
     def statistics(self) -> Statistics:
         """Return counters and timings so far.
 

@@ -51,14 +51,6 @@ class Shutdown:
             self._statistics.unprotected = self._memory.unprotected
         return self._statistics.copied()
 
-    def flush(self, timeout_s: float) -> bool:
-        """See ``SnapshotEngine._flush``. Blocks. Without levels: until a keeper has it."""
-        self._boundaries.finish_copies()
-        done = store_everywhere(self._run, self._captures.newest_whole_step(), timeout_s)
-        self._memory.follow_keeper()
-        is_captured = self._recorder.last_due is None or self._captures.newest_whole_step() is not None
-        return done and is_captured and not self._captures.has_lost_newest
-
     # ---------------------------------------------------------------- the good end
 
     def close(self, *, drain: bool) -> bool:

@@ -36,7 +36,7 @@ def test_figures_are_logged_beside_the_scripts_own(tmp_path):
         accelerator.log({"before": step}, step=step)
         accelerator.backward(model(batch).sum())
         optimizer.step()
-    assert accelerator.engine._flush(240)
+    assert accelerator.engine.wait(timeout_s=240)
     accelerator.log({"loss": 1.0}, step=8)
     accelerator.end_training()
 

@@ -167,7 +167,7 @@ def test_the_one_before_stays_at_a_slower_level_until_that_has_the_better_one(jo
 
     slow.unlink()
     (tmp_path / "away").rename(slow)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     until(lambda: (0.3, 2) in kept(slow))
     judge(training, [0.8], first=5)
     until(lambda: kept(fast) == kept(slow) == [(0.3, 2)])

@@ -51,12 +51,12 @@ def test_close_is_true_only_if_the_last_capture_is_on_storage(job, tmp_path, sha
     assert 4 in steps_at(tmp_path)
 
 
-def test_flush_and_wait_tell_of_a_capture_that_the_keeper_has(job, tmp_path):
+def test_wait_tells_of_a_capture_that_the_keeper_has(job, tmp_path):
     training = large(job, tmp_path)
     begin_and_cut(training, 0.0)
 
     assert training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
 
     assert training.engine.statistics().last_whole_step == 4
     job.crash(training)
@@ -75,7 +75,7 @@ def test_what_was_voided_behind_the_trainers_back_is_claimed_by_nobody(job, tmp_
     assert slot.view().phase is SlotPhase.EMPTY
     assert training.engine.statistics().last_whole_step == 3
     assert not training.engine.wait(4, until="captured", timeout_s=TIMEOUT_S)
-    assert not training.engine._flush(TIMEOUT_S)
+    assert not training.engine.wait(timeout_s=TIMEOUT_S)
     assert not training.engine.close()
     assert 4 not in steps_at(tmp_path)
 
@@ -87,7 +87,7 @@ def named(path):
 def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     pid = training.engine._client.keeper_pid
     stop(pid)
     try:
@@ -102,6 +102,6 @@ def test_a_keeper_that_is_stopped_for_a_moment_costs_no_capture_and_no_name(job,
 
     until(lambda: named(tmp_path) == [4], lambda: str(named(tmp_path)))
     training.run(5, 5)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     assert training.engine.statistics().keepers_lost == 0
     assert training.engine.close()

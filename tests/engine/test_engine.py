@@ -409,7 +409,6 @@ def test_an_engine_that_was_closed_says_so_and_does_nothing(job, tmp_path, end):
         lambda: engine.keep("a"),
         lambda: engine.release("a"),
         lambda: engine.wait(timeout_s=1),
-        lambda: engine._flush(1),
         engine._replan,
     ]
     for call in calls:

@@ -14,14 +14,14 @@ def test_after_going_back_only_what_is_captured_from_then_on_is_the_last(job, tm
     engine = training.engine
     for step in (1, 2, 3):  # one at a time, or storage has only the newest
         training.run(step, step)
-        assert engine._flush(TIMEOUT_S)
+        assert engine.wait(timeout_s=TIMEOUT_S)
     assert engine.statistics().last_whole_step == 3
 
     assert engine.restore(2).step == 2
 
     # With several ranks flush would wait until all have this one, and all captured less since.
     assert engine.statistics().last_whole_step is None
-    assert engine._flush(TIMEOUT_S)
+    assert engine.wait(timeout_s=TIMEOUT_S)
     assert engine._wait_ready(TIMEOUT_S)
     training.run(3, 3)
     assert engine.statistics().last_whole_step == 3

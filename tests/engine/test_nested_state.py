@@ -88,7 +88,7 @@ def test_what_is_nested_as_deep_as_allowed_is_stored_shown_verified_and_restored
     assert with_little_stack(lambda: first.engine.boundary(1))
     first.train()
     assert with_little_stack(lambda: first.engine.boundary(2))
-    assert first.engine._flush(TIMEOUT_S)
+    assert first.engine.wait(timeout_s=TIMEOUT_S)
     assert first.engine.close()
 
     level, copy = str(tmp_path / "level"), str(tmp_path / "copy")
@@ -126,13 +126,12 @@ def test_what_is_nested_deeper_is_refused_at_the_first_boundary_by_its_path(job,
             training.engine.boundary(1)
         assert re.match(r"\$\.deep\.values.{0,90}…: nested more than 100 deep", str(refused.value)), kind
 
-    assert not training.engine._flush(TIMEOUT_S)
     assert not training.engine.wait(timeout_s=TIMEOUT_S)
     assert not training.engine.close()
 
 
 @pytest.mark.slow
-def test_a_state_that_becomes_too_deep_costs_its_snapshots_and_flush_says_so(job, tmp_path):
+def test_a_state_that_becomes_too_deep_costs_its_snapshots_and_close_says_so(job, tmp_path):
     holder = {"values": 1}
     training = job.start(tmp_path, extra={"deep": holder})
     training.run(1, 1)

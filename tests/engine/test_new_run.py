@@ -35,7 +35,7 @@ def start_with_a_named_step(job, path):
     train(training, 1, 4)
     training.engine.keep("x")
     train(training, 5, 8)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     until(lambda: steps_of_runs(path) == [[8, 7, 4]])  # deletions may follow
     return training
 
@@ -124,7 +124,7 @@ def test_a_capture_of_the_run_that_was_left_deletes_no_branch_point_when_storage
     path.rename(away)
     path.write_text("not a directory")
     training.run(2, 2)
-    assert not training.engine._flush(TIMEOUT_S)
+    assert not training.engine.wait(timeout_s=5)
     job.crash(training)
     second = start()
 

@@ -198,7 +198,7 @@ def test_an_exception_in_the_first_step_says_that_a_restart_begins_fresh(job, tm
 def test_a_boundary_with_a_lower_step_than_the_last_says_once_what_latest_finds_from_then_on(job, tmp_path, caplog):
     training = job.start(tmp_path)
     training.run(1, 3)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     training.run(1, 2)
     assert training.engine.close()
 

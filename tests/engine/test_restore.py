@@ -439,7 +439,7 @@ def test_what_the_last_keeper_writes_until_it_ends_is_found(job, tmp_path):
     job.trainings.append(training)
     assert training.engine._wait_ready(TIMEOUT_S)
     training.run(1, 1)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     training.run(2, 9)
     assert training.engine.statistics().last_whole_step == 9
     keeper = training.engine._client.keeper_pid
@@ -475,7 +475,7 @@ def test_what_vanishes_between_listing_and_reading_is_looked_for_again(job, leve
 def test_what_chooses_no_snapshot_is_refused(job, tmp_path):
     training = job.start(tmp_path)
     training.run(1, 2)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
 
     for which in (True, None, 1.5, b"latest", ["latest"]):
         for call in (training.engine.restore, training.engine._fetch, partial(load_weights, tmp_path)):

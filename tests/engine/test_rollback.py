@@ -99,7 +99,7 @@ def test_latest_means_the_way_back_from_the_moment_rollback_returns(job, tmp_pat
     captured(training, 1, 5)
     wanted = training.facts()
     captured(training, 6, 6)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     old = training.engine._recorder.meta.run_id
 
     assert training.engine.rollback(steps=2).step == 5
@@ -116,9 +116,9 @@ def test_storage_gets_the_state_that_was_gone_back_to(job, tmp_path):
     """Also where the level takes few steps: without trainer and keeper the bad branch would be the newest."""
     training = job.start(tmp_path)
     captured(training, 1, 6)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     assert training.engine.rollback(steps=2).step == 5
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     newest = snapshots_at(tmp_path)[0]
     assert (newest.step, newest.run_id) == (5, training.engine._recorder.meta.run_id)
 
@@ -161,7 +161,7 @@ def test_without_a_newer_capture_the_run_goes_on(job, tmp_path):
     training = job.start(tmp_path)
     run = training.engine._recorder.meta.run_id
     run_watched(training, batches_of(8, bad=[2, 5]))
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     assert list(runs_at(tmp_path)) == [run]
 
 
@@ -169,11 +169,11 @@ def test_what_is_not_in_memory_comes_from_storage(job, tmp_path):
     training = job.start(tmp_path)
     captured(training, 1, 2)
     training.engine.keep("early")
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     wanted = training.facts()
     for step in range(3, 9):  # storage holds no slot when the next one is chosen
         training.run(step, step)
-        assert training.engine._flush(TIMEOUT_S)
+        assert training.engine.wait(timeout_s=TIMEOUT_S)
 
     done = training.engine.rollback(steps=7)
 
@@ -249,9 +249,10 @@ def test_a_snapshot_of_the_run_before_is_no_way_back_beyond_the_branch(job, tmp_
     training = job.start(tmp_path)
     captured(training, 1, 4)
     training.engine.keep("four")
-    assert training.engine._flush(TIMEOUT_S)  # else storage may hold two of the three slots, and step 6 is left out
+    # Else storage may hold two of the three slots, and step 6 is left out.
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     captured(training, 5, 6)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     assert training.engine.rollback(steps=3).step == 4
     training.train()
     captured(training, 5, 5)
@@ -284,7 +285,7 @@ def test_a_damaged_slot_is_passed_over(job, tmp_path):
     captured(training, 1, 2)
     wanted = training.facts()
     captured(training, 3, 3)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     [slot] = [slot for slot in training.engine._client.slots() if slot.view().step == 3]
     slot.image[slot.view().image_bytes - 5] ^= 1
     assert training.engine.rollback().step == 2

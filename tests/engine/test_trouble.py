@@ -54,7 +54,7 @@ def test_a_level_that_refuses_is_said_once_and_memory_still_protects(job, caplog
 
     assert training.began == [True] * 4
     assert training.engine._fetch("latest").step == 4
-    assert not training.engine._flush(TIMEOUT_S)  # the level was tried again meanwhile, with what is small
+    assert not training.engine.wait(timeout_s=TIMEOUT_S)  # the level was tried again meanwhile, with what is small
     assert sum(training.engine.statistics().level_failures.values()) >= 1
     assert len(warnings(caplog, "/proc/lazysnap-cannot-write-here cannot store ")) == 1
 

@@ -68,13 +68,13 @@ def test_a_dead_server_costs_s3_its_snapshots_and_nothing_else(start, levels, s3
     local, remote = levels
     training = start()
     training.run(1, 2)
-    assert training.engine._flush(TIMEOUT_S)
+    assert training.engine.wait(timeout_s=TIMEOUT_S)
     s3_server.kill()
     try:
         training.run(3, 4)
         # What was under way there (deleting, naming) has a deadline of its own, and then the copy has one.
         until(lambda: training.engine.statistics().level_failures[remote.url], timeout_s=4 * remote.timeout_s)
-        assert not training.engine._flush(1)
+        assert not training.engine.wait(timeout_s=1)
         statistics = training.engine.statistics()
         assert statistics.level_failures[remote.url] >= 1
         assert statistics.last_durable_step[local.url] == 4
@@ -85,8 +85,7 @@ def test_a_dead_server_costs_s3_its_snapshots_and_nothing_else(start, levels, s3
     training.run(5, 5)
 
     # A copy that began while the server was dead may need its deadline first.
-    assert training.engine._flush(4 * remote.timeout_s)
-    assert steps_at(remote)[-1] == 5
+    until(lambda: steps_at(remote)[-1] == 5, timeout_s=4 * remote.timeout_s)
 
 
 def test_no_secret_is_shown(levels):

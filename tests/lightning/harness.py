@@ -248,9 +248,6 @@ class ListEngine:
     def gate(self) -> None:
         pass
 
-    def _flush(self, timeout_s: float) -> bool:
-        return True
-
     def close(self, **_: Any) -> bool:
         self.ended = "closed"
         return True
@@ -367,7 +364,7 @@ class Storing(pl.Callback):
         if trainer.global_step == self.at_step:
             self.at_step = None
             [lazy] = [one for one in trainer.callbacks if isinstance(one, LazySnapshotCallback)]
-            assert lazy.engine._flush(240)
+            assert lazy.engine.wait(timeout_s=240)
 
 
 def run(case: Case, directory: Path, *, snapshots: bool = True, choice: Kept | None = None) -> Run:
