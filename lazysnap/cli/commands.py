@@ -150,8 +150,6 @@ COMMANDS = {
             _RUN,
             Argument("--config", metavar="DIR", help="huggingface: copy config and tokenizer files from there"),
             Argument("--only", metavar="NAME", help="only what is below NAME in the state, without that prefix"),
-            Argument("--force", action="store_true", help="replace an earlier export, or an empty directory"),
-            Argument("--keep-types", action="store_true", help=".ckpt: also types that weights_only=True refuses"),
             _STORAGE_OPTION,
         ),
         "lazysnap export runs/lazysnap latest --to model.safetensors",

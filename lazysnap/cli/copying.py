@@ -177,8 +177,6 @@ def export(args: argparse.Namespace, output: Output) -> int:
         format=format_of(args.to, args.format),
         only=args.only,
         config=args.config,
-        keep_types=args.keep_types,
-        force=args.force,
         bar=output.bar,
     )
     job.check()

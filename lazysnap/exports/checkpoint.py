@@ -71,9 +71,7 @@ def write_checkpoint(whole: WholeSnapshot, job: ExportJob, path: str) -> list[st
     """
     content, notes = stock_state(whole, job, path)
     converter = _WeightsOnly()
-    if not job.keep_types:
-        content = converter.convert(content)
-    save_torch(content, path)
+    save_torch(converter.convert(content), path)
     return notes + converter.notes()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from lazysnap.config import checked_url
 from lazysnap.exports.job import ExportJob
 from lazysnap.exports.named import Named, filled, named_in
-from lazysnap.exports.target import ACCELERATE, FORMATS, format_of, parents_made, replaced_when_whole
+from lazysnap.exports.target import ACCELERATE, FORMATS, format_of, named_when_whole, parents_made
 from lazysnap.levels.store import open_storage
 from lazysnap.resolver import LATEST, RestartPlan
 from lazysnap.snapshots.assembly import WholeSnapshot
@@ -86,13 +86,12 @@ def write(catalogue: Catalogue, plan: RestartPlan, job: ExportJob, named: Named 
     module = import_module(f"lazysnap.exports.{module_name}")
     writer: Callable[[WholeSnapshot, ExportJob, str], list[str]] = getattr(module, function_name)
     path = os.path.abspath(job.path)
-    notes: list[str] = []
     if named is not None and job.format == ACCELERATE and (named.run, named.step) == (plan.run_id, plan.step):
         place = filled(path, named)
     else:
-        place = replaced_when_whole(job.path, notes, force=job.force)
+        place = named_when_whole(job.path)
     with parents_made(path), place as temp, closing(open_snapshot(catalogue, plan)) as snapshot:
-        notes += writer(WholeSnapshot(snapshot), job, temp)
+        notes = writer(WholeSnapshot(snapshot), job, temp)
         size_bytes = _size_of(temp)
     return Exported(catalogue.storage.url, plan.step, plan.run_id, path, job.format, size_bytes, tuple(notes))
 

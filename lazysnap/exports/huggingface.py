@@ -25,8 +25,6 @@ COPIED = re.compile(
     r"|sentencepiece\.bpe\.model|vocab\.txt|merges\.txt|chat_template\.jinja|[A-Za-z_]\w{0,99}\.py"
 )
 """Files that are copied from the directory ``config``: all files that ``from_pretrained`` reads, except weights."""
-WRITTEN = re.compile(COPIED.pattern + r"|(adapter_)?model(-[0-9]{5}-of-[0-9]{5})?\.safetensors(\.index\.json)?")
-"""All files that this format may have."""
 _NOTED = re.compile(r"[a-z_]{1,99}config\.json|config\.json")
 """Files whose text a snapshot may contain. None of them is code."""
 SHARD_BYTES = 5_000_000_000

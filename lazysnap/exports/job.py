@@ -40,10 +40,6 @@ class ExportJob:
     """safetensors, huggingface: only the tensors below this path in the state, without that prefix."""
     config: str | None = None
     """huggingface: a directory whose ``config.json``, generation config and tokenizer files are copied."""
-    keep_types: bool = False
-    """ckpt: also values of types that ``torch.load(weights_only=True)`` refuses."""
-    force: bool = False
-    """Replace an earlier export, or an empty directory."""
     bar: Bar = no_bar
 
     def check(self) -> None:
@@ -52,8 +48,6 @@ class ExportJob:
             raise ConfigError(f"--only chooses tensors for safetensors and huggingface, not for {self.format}")
         if self.config is not None and self.format != "huggingface":
             raise ConfigError(f"--config is for huggingface, not for {self.format}")
-        if self.keep_types and self.format != "ckpt":
-            raise ConfigError(f"--keep-types is for .ckpt files, not for {self.format}")
 
     def fill(self, reads: Reads) -> None:
         """Read the snapshot into the files of an export. Blocks. Raises: as ``Reads.run``."""

@@ -9,13 +9,14 @@ import contextlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from lazysnap import faults
 from lazysnap.errors import ConfigError, WaitTimeout
-from lazysnap.exports.target import STOCK_FILE, check_outside, sync
+from lazysnap.exports.target import check_outside, sync
 from lazysnap.levels.files import sync_directory
 from lazysnap.levels.local import LocalStorage
 from lazysnap.shard.limits import load_json
@@ -29,6 +30,11 @@ _MAX_BYTES = 1 << 16
 _NESTING = 2
 _FIRST_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 """Files without which stock ``load_state`` fails."""
+_STOCK_FILE = re.compile(
+    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_[0-9]{1,9})?\.(safetensors|bin)|scaler\.pt"
+    r"|random_states_[0-9]{1,9}\.pkl|custom_checkpoint_[0-9]{1,9}\.pkl"
+)
+"""Files that Accelerate writes."""
 _EXPORT_S = 3600.0
 """Seconds that an export waits for another one into the same directory."""
 _MOVES_S = 30.0
@@ -100,7 +106,7 @@ def delete_checkpoint(directory: str) -> None:
 
 def has_checkpoint(directory: str) -> bool:
     """True if there are files of a checkpoint in a directory. Blocks."""
-    return any(STOCK_FILE.fullmatch(name) for name in os.listdir(directory))
+    return any(_STOCK_FILE.fullmatch(name) for name in os.listdir(directory))
 
 
 @contextlib.contextmanager
@@ -131,7 +137,7 @@ def _check_named(directory: str, named: Named) -> None:
 
 
 def _move_into(directory: str, temp: str) -> None:
-    earlier = filter(STOCK_FILE.fullmatch, os.listdir(directory))
+    earlier = filter(_STOCK_FILE.fullmatch, os.listdir(directory))
     for name in sorted(earlier, key=_place_in_order, reverse=True):
         os.unlink(os.path.join(directory, name))
         sync_directory(directory)

@@ -1,21 +1,14 @@
-"""The target of an export, with a temporary name until it is complete and durable.
-
-Only an earlier export or an empty directory is replaced; ``_foreign`` decides that.
-"""
+"""The target of an export, with a temporary name until it is complete and durable."""
 
 import contextlib
-import json
 import os
-import re
 import shutil
-import stat
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from lazysnap import faults
 from lazysnap.errors import ConfigError
-from lazysnap.exports.huggingface import WRITTEN
-from lazysnap.levels.files import open_regular, sync_directory, temp_name
+from lazysnap.levels.files import sync_directory, temp_name
 from lazysnap.shard.names import is_directory_of_ours
 
 ACCELERATE = "accelerate"
@@ -28,20 +21,6 @@ FORMATS = {
 }
 """The module and the function that write each format. Most import torch, which takes seconds."""
 _BY_SUFFIX = {".safetensors": "safetensors", ".ckpt": "ckpt", ".pt": "ckpt", ".pth": "ckpt", "": "dcp"}
-MARK = "lazysnap-export.json"
-"""A file in every exported directory: the other names may also be written by ``torch.distributed.checkpoint``."""
-_MARK_TEXT = json.dumps({"lazysnap": "export"}) + "\n"
-STOCK_FILE = re.compile(
-    r"(model|pytorch_model|optimizer|scheduler|sampler|dl_state_dict)(_[0-9]{1,9})?\.(safetensors|bin)|scaler\.pt"
-    r"|random_states_[0-9]{1,9}\.pkl|custom_checkpoint_[0-9]{1,9}\.pkl"
-)
-"""Files that Accelerate writes."""
-_IN_DIRECTORY = re.compile(
-    rf"\.metadata|__[0-9]{{1,9}}_[0-9]{{1,9}}\.distcp|{re.escape(MARK)}|{WRITTEN.pattern}|{STOCK_FILE.pattern}"
-)
-_ZIP = b"PK\x03\x04"
-_ZIP_NAME = 30
-"""The start of a zip file, and the offset of the name of its first member."""
 
 
 def format_of(path: str, chosen_format: str | None) -> str:
@@ -61,36 +40,26 @@ def format_of(path: str, chosen_format: str | None) -> str:
 
 
 @contextlib.contextmanager
-def replaced_when_whole(path: str, notes: list[str], *, force: bool) -> Iterator[str]:
+def named_when_whole(path: str) -> Iterator[str]:
     """Yield a temporary name for a file or directory beside ``path``. On success it is renamed to ``path``, durably.
 
-    On any error before that, Ctrl-C included, it is removed, and ``path`` is unchanged. If a part of a replaced export
-    stays, ``notes`` gets a line about it.
-    Raises: ConfigError, if ``path`` exists and ``force`` is not given, or if no export wrote it.
+    On any error, Ctrl-C included, it is removed. Raises: ConfigError, if ``path`` exists.
     """
     path = _real(path)
-    _check(path, force=force)
+    _check(path)
     parent = os.path.dirname(path)
     temp = os.path.join(parent, temp_name(os.path.basename(path)))
     try:
         yield temp
-        if os.path.isdir(temp):
-            with open(os.path.join(temp, MARK), "x", encoding="ascii") as mark:
-                mark.write(_MARK_TEXT)
         sync(temp)
         faults.point("export.whole")
-        _check(path, force=force)
-        old = _move(temp, path)
+        _check(path)
+        os.rename(temp, path)
         try:
             sync_directory(parent)
         except BaseException:
-            # The new name may not survive a power cut, so the earlier export must not go.
-            if old is not None:
-                os.rename(path, temp)
-                os.rename(old, path)
+            os.rename(path, temp)  # the new name may not survive a power cut
             raise
-        if old is not None:
-            _discard(old, path, notes)
     finally:
         _remove(temp)
 
@@ -103,19 +72,11 @@ def _real(path: str) -> str:
     return os.path.join(os.path.realpath(head or "."), tail)
 
 
-def _check(path: str, *, force: bool) -> None:
-    parent = os.path.dirname(path)
-    check_outside(parent)
-    if not os.path.lexists(path):
-        return
-    if not force:
-        raise ConfigError(f"{path} exists: choose another name, or replace it with `lazysnap export --force`")
-    reason = _foreign(path)
-    if reason:
-        raise ConfigError(
-            f"{path} is not replaced: {reason}. --force replaces an empty directory or what an export "
-            "wrote; choose another name, or remove it yourself"
-        )
+def _check(path: str) -> None:
+    """Raises: ConfigError, if ``path`` exists, or is in a snapshot of a level."""
+    check_outside(os.path.dirname(path))
+    if os.path.lexists(path):
+        raise ConfigError(f"{path} exists, and an export replaces nothing: choose another name, or remove it first")
 
 
 @contextlib.contextmanager
@@ -149,81 +110,6 @@ def check_outside(path: str) -> None:
     names = path.split(os.sep)
     if any(map(is_directory_of_ours, names)):
         raise ConfigError(f"{path} lies in a snapshot of a level, which is not changed: choose another path")
-
-
-def _foreign(path: str) -> str:
-    """Return the reason not to replace ``path``; empty text if it is an export or an empty directory."""
-    facts = os.lstat(path)
-    if stat.S_ISLNK(facts.st_mode):
-        return "it is a symbolic link"
-    if stat.S_ISREG(facts.st_mode):
-        if _has_format_of_exports(path):
-            return ""
-        return "it is a file that no export wrote"
-    if not stat.S_ISDIR(facts.st_mode):
-        return "it is neither a file nor a directory"
-    if os.path.commonpath([os.path.realpath(os.getcwd()), path]) == path:
-        return "it is the current directory, or holds it"
-    names = os.listdir(path)
-    if not names:
-        return ""
-    for name in sorted(names):
-        if not _IN_DIRECTORY.fullmatch(name) or not stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode):
-            return f"it holds {name!r}, which no export wrote"
-    if MARK not in names or _read_start(os.path.join(path, MARK), len(_MARK_TEXT) + 1) != _MARK_TEXT.encode():
-        return f"no export wrote it: there is no {MARK} of ours in it"
-    return ""
-
-
-def _has_format_of_exports(path: str) -> bool:
-    """True if it is a safetensors file, a zip file of ``torch.save``, or empty."""
-    start = _read_start(path, 4096)
-    if start.startswith(_ZIP):
-        length = int.from_bytes(start[26:28], "little")
-        return start[_ZIP_NAME : _ZIP_NAME + length].endswith(b"/data.pkl")
-    header_bytes = int.from_bytes(start[:8], "little")
-    return not start or (start[8:9] == b"{" and 8 + header_bytes <= os.path.getsize(path))
-
-
-def _read_start(path: str, count: int) -> bytes:
-    with open(open_regular(path), "rb") as file:
-        return file.read(count)
-
-
-def _move(temp: str, path: str) -> str | None:
-    """Give the new export its name. Return the new name of a replaced export, if any."""
-    if not os.path.lexists(path) or not (os.path.isdir(path) or os.path.isdir(temp)):
-        os.rename(temp, path)
-        return None
-    # Not every file system can exchange directories atomically: for a moment the name does not exist.
-    old = os.path.join(os.path.dirname(path), temp_name(os.path.basename(path)))
-    os.rename(path, old)
-    try:
-        os.rename(temp, path)
-    except BaseException:
-        os.rename(old, path)
-        raise
-    return old
-
-
-def _discard(old: str, path: str, notes: list[str]) -> None:
-    """Delete the replaced export, and only its files. Files that cannot be deleted, or were added meanwhile, are
-    reported.
-    """
-    try:
-        if not os.path.isdir(old):
-            os.unlink(old)
-            return
-        handle = os.open(old, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            for name in filter(_IN_DIRECTORY.fullmatch, os.listdir(handle)):
-                os.unlink(name, dir_fd=handle)
-        finally:
-            os.close(handle)
-        os.rmdir(old)
-    except OSError as error:
-        reason = error.strerror
-        notes.append(f"{path} is replaced; what could not be deleted of the earlier export is in {old}: {reason}")
 
 
 def sync(path: str) -> None:

@@ -210,13 +210,12 @@ class Readers:
         yield "show 10", lambda: self.command("show", url, "10", "--json", "--all")
         yield "prune", lambda: self.command("prune", url, "--keep-last", "1", "--dry-run")
         yield "copy", lambda: self.command("copy", url, copies)
-        yield (
-            "export",
-            lambda: self.command("export", url, "latest", "--to", str(self.scratch / "w.safetensors"), "--force"),
-        )
-        for name in ("o.ckpt", "o"):
-            to = str(self.scratch / name)
-            yield f"export {name}", lambda to=to: self.command("export", url, "latest", "--to", to, "--force")
+        for name in ("w.safetensors", "o.ckpt", "o"):
+            to = self.scratch / name
+            if to.is_dir():  # of the call before
+                shutil.rmtree(to)
+            to.unlink(missing_ok=True)
+            yield f"export {name}", lambda to=str(to): self.command("export", url, "latest", "--to", to)
         for which in ("latest", "best", 10, f"run:{RUN[:8]}", f"run:{RUN}@10"):
             yield (
                 f"load_weights {which}",

@@ -1,5 +1,6 @@
 """Promises of ``lazysnap export`` about plain states: others read back what was captured, bit for bit."""
 
+import errno
 import io
 import json
 import os
@@ -19,7 +20,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from cli_level import RUN, SHARD, at, change, flip, put, run, run_json
+from cli_level import RUN, SHARD, at, change, files, flip, put, run, run_json
 from fsspec.implementations.memory import MemoryFileSystem
 from rich.progress import Progress
 from torch import nn
@@ -169,9 +170,10 @@ def test_only_chooses_what_is_below_a_name(make_url, tmp_path, capsys):
         None: {"net.a.b", "net.a.w", "net.c.w", "ema.0"},
     }
     for only, names in expected.items():
-        assert run("export", url, "10", "--to", file, "--force", *(["--only", only] if only else [])) == 0
+        assert run("export", url, "10", "--to", file, *(["--only", only] if only else [])) == 0
         assert set(safetensors.torch.load_file(file)) == names
-    code, result = run_json(capsys, "export", url, "10", "--to", file, "--force", "--only", "ne")
+        file.unlink()
+    code, result = run_json(capsys, "export", url, "10", "--to", file, "--only", "ne")
     assert code == 2
     assert "['ema', 'net']" in result["error"]
 
@@ -230,11 +232,6 @@ def test_odd_types_become_plain_or_stay_as_they_are(make_url, tmp_path, capsys):
     assert all(equal(loaded[name], odd_values()[name]) for name in same)
     assert len(result["notes"]) == 8
 
-    assert run("export", url, "10", "--to", tmp_path / "exact.ckpt", "--keep-types") == 0
-    exact = torch.load(tmp_path / "exact.ckpt", weights_only=False)["odd"]
-    assert type(exact["factory"]) is defaultdict
-    assert type(exact["array"]) is np.ndarray
-
 
 def test_a_dcp_directory_is_read_by_stock_dcp_bit_for_bit(url, tmp_path, capsys):
     model = Tied()
@@ -284,18 +281,53 @@ def test_damage_is_found_and_nothing_is_left(url, tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_there_is_replaced_only_if_asked(make_url, tmp_path, name):
+@pytest.mark.parametrize("kind", ["export", "directory", "link"])
+def test_nothing_that_is_there_is_replaced(make_url, tmp_path, name, kind, capsys):
     url = make_url("local")
     put(url, 10)
-    put(url, 20)
     to = tmp_path / name
-    assert run("export", url, "10", "--to", to) == 0
-    before = {path: path.read_bytes() for path in ([to] if to.is_file() else sorted(to.iterdir()))}
-    assert run("export", url, "20", "--to", to) == 2
-    assert {path: path.read_bytes() for path in before} == before
-    assert run("export", url, "20", "--to", to, "--force") == 0
-    assert {path: path.read_bytes() for path in before} != before
-    assert {path.name for path in tmp_path.iterdir()} == {name, Path(url).name}
+    if kind == "export":
+        assert run("export", url, "10", "--to", to) == 0
+    elif kind == "directory":
+        to.mkdir()
+    else:
+        to.symlink_to(tmp_path / "nowhere")
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+
+    code, result = run_json(capsys, "export", url, "10", "--to", to)
+
+    assert code == 2
+    assert f"{to} exists, and an export replaces nothing: choose another name, or remove it first" in result["error"]
+    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+
+
+def test_nothing_is_exported_into_a_snapshot(make_url):
+    url = make_url("local")
+    put(url, 10)
+    before = files(url)
+    for name in (SHARD, "model.safetensors"):
+        assert run("export", url, "latest", "--to", Path(url, at(10), name)) == 2
+    assert files(url) == before
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_export_whose_name_cannot_be_made_durable_leaves_nothing(make_url, tmp_path, name, monkeypatch, capsys):
+    url = make_url("local")
+    put(url, 10)
+    sync = os.fsync
+
+    def sync_all_but_the_directory(handle: int) -> None:
+        if os.path.samestat(os.fstat(handle), tmp_path.stat()):
+            raise OSError(errno.EIO, "injected")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync_all_but_the_directory)
+
+    code, result = run_json(capsys, "export", url, "10", "--to", tmp_path / name)
+
+    assert code == 2
+    assert "injected" in result["error"]
+    assert {path.name for path in tmp_path.iterdir()} == {Path(url).name}
 
 
 @pytest.mark.parametrize(
@@ -304,7 +336,6 @@ def test_what_is_there_is_replaced_only_if_asked(make_url, tmp_path, name):
         ["--to", "out.bin"],
         ["--to", "s3://bucket/out.ckpt"],
         ["--to", "out.ckpt", "--only", "model"],
-        ["--to", "out", "--keep-types"],
     ],
     ids=str,
 )
@@ -336,7 +367,7 @@ def test_messages_of_the_function_name_its_arguments_and_the_command_for_the_res
     path = tmp_path / "out.ckpt"
     lazysnap.export(url, path)
     for to, format, words in (
-        (path, None, "exists: choose another name, or replace it with `lazysnap export --force`"),
+        (path, None, "exists, and an export replaces nothing: choose another name"),
         (tmp_path / "out.bin", None, "choose the option `format`"),
         (tmp_path / "model", "huggingface", "`lazysnap export --config DIR` copies one"),
     ):
@@ -369,13 +400,14 @@ def test_a_full_disk_leaves_nothing_and_is_exit_code_2(make_url, tmp_path, name,
 
 
 BOUNDED_EXPORT = """
-import re, resource, sys
+import pathlib, re, resource, sys
 from lazysnap.cli import main
-words = ["--to", sys.argv[2], *sys.argv[3:]]
-assert main(["export", sys.argv[1], "1", *words]) == 0  # what is imported takes memory, too
+url, to, *words = sys.argv[1:]
+first = pathlib.Path(to).with_name("first-" + pathlib.Path(to).name)
+assert main(["export", url, "1", "--to", str(first), *words]) == 0  # what is imported takes memory, too
 used = int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
 resource.setrlimit(resource.RLIMIT_DATA, (used + (256 << 20),) * 2)
-sys.exit(main(["export", sys.argv[1], "10", *words, "--force"]))
+sys.exit(main(["export", url, "10", "--to", to, *words]))
 """
 
 
@@ -426,10 +458,9 @@ def test_an_export_beside_a_training_does_not_make_a_deleted_directory_again(tmp
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_killed_export_leaves_what_was_there(forking_python, make_url, tmp_path, name):
+def test_a_killed_export_leaves_nothing_under_its_name(forking_python, make_url, tmp_path, name):
     """Also at the last moment: every file is written, and none has its name yet."""
     url = make_url("local")
-    put(url, 10)
     put(url, 20)
     to = tmp_path / name
     program = "import sys; from lazysnap.cli import main; sys.exit(main())"
@@ -439,10 +470,6 @@ def test_a_killed_export_leaves_what_was_there(forking_python, make_url, tmp_pat
     assert subprocess.run(words, env=environment, check=False).returncode == -signal.SIGKILL
 
     assert not to.exists()
-    assert run("export", url, "10", "--to", to) == 0
-    before = {path: path.read_bytes() for path in ([to] if to.is_file() else sorted(to.iterdir()))}
-    assert subprocess.run([*words, "--force"], env=environment, check=False).returncode == -signal.SIGKILL
-    assert {path: path.read_bytes() for path in before} == before
 
 
 @pytest.mark.parametrize("name", FORMATS)

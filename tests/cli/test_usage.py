@@ -226,7 +226,7 @@ def test_the_surface_does_not_grow():
     )
     assert " ".join(sorted(options)) == (
         "--all --bytes-per-param --config --deadline --dry-run --faults --force --format --help --html --json "
-        "--keep-every --keep-last --keep-types --max-restarts --may-lose --mtbf --name --nodes "
+        "--keep-every --keep-last --max-restarts --may-lose --mtbf --name --nodes "
         "--only --params --peer --persist --prometheus --ranks --result --run --seed "
         "--sharding --step --step-time --storage-option --timeout --to --to-option --version --yes"
     )
