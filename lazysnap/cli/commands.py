@@ -116,12 +116,11 @@ COMMANDS = {
             Argument("--keep-last", type=int, metavar="N", help="keep the newest N complete snapshots of each run"),
             Argument("--keep-every", type=int, metavar="N", help="and those whose step is a multiple of N"),
             Argument("--name", help="remove this name, so that its snapshots may be deleted"),
-            Argument("--dry-run", action="store_true", help="only show what would be deleted"),
-            Argument("--yes", action="store_true", help="do not ask"),
+            Argument("--yes", action="store_true", help="delete; without it the command only shows what it would"),
             _STORAGE_OPTION,
         ),
-        "lazysnap prune runs/lazysnap --keep-last 3 --dry-run",
-        "Prunes all runs, or --run. Shows what it would delete and asks. Without --keep-last it deletes only files "
+        "lazysnap prune runs/lazysnap --keep-last 3",
+        "Prunes all runs, or --run. Shows what it deletes. Without --keep-last it deletes only files "
         "of dead writers. Named snapshots and the newest complete one of each run always stay.",
     ),
     "copy": Command(

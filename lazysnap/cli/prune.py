@@ -1,13 +1,14 @@
-"""``lazysnap prune``: delete snapshots by the rules of retention, and files of dead writers, after confirmation."""
+"""``lazysnap prune``: show which snapshots the rules of retention, and which files of dead writers, would be deleted;
+with ``--yes`` delete them.
+"""
 
 import argparse
-import sys
 from collections import defaultdict
 
 from rich.filesize import decimal
 
 from lazysnap.cli.inspecting import GONE, check, fields_of, open_existing, show_snapshots
-from lazysnap.cli.output import OK, Output
+from lazysnap.cli.output import Output
 from lazysnap.config import PersistentLevel
 from lazysnap.core.messages import LevelSettings
 from lazysnap.core.retention import is_expired
@@ -21,8 +22,6 @@ from lazysnap.snapshots.catalogue import Catalogue, StoredSnapshot
 
 def run(args: argparse.Namespace, output: Output) -> int:
     """Prune. Blocks. Exit code 1 if there is damage. Raises: LevelError, ConfigError."""
-    if args.json and not (args.yes or args.dry_run):
-        raise ConfigError("--json cannot ask: add --yes or --dry-run")
     if args.keep_every is not None and args.keep_last is None:
         raise ConfigError("--keep-every keeps more than --keep-last N does: give both")
     if args.keep_last is not None and args.keep_last < 1:
@@ -34,21 +33,17 @@ def run(args: argparse.Namespace, output: Output) -> int:
     deleted: list[str] = []
     if not plan:
         output.line("nothing to delete")
-    elif args.dry_run:
-        output.line(f"{decimal(plan.size_bytes)} would be deleted; this was a dry run")
-    elif args.yes or _agreed(output):
+    elif args.yes:
         deleted = plan.carry_out()
         output.line(f"{len(deleted)} deleted, {decimal(plan.size_bytes)} of snapshots freed", "green")
     else:
-        output.say("nothing was deleted")
-        return OK
+        output.line(f"nothing was deleted: --yes deletes {decimal(plan.size_bytes)} of snapshots, as shown")
     kept = []
     for snapshot, reason in plan.keep:
         kept.append({**fields_of(snapshot), "because": reason})
     return output.result(
         ok=not plan.problems,
         url=plan.seen.url,
-        dry_run=args.dry_run,
         snapshots=[fields_of(snapshot) for snapshot in plan.delete],
         kept=kept,
         unnamed=[snapshot.location for snapshot in plan.unnamed],
@@ -170,7 +165,7 @@ class _Plan:
         with self._output.bar("deleting", self.size_bytes) as advance:
             for snapshot in list(self.delete):
                 advance(snapshot.size_bytes)
-                # Checked again, because the user may have answered late.
+                # Checked again, because snapshots were read back meanwhile.
                 if delete_files(self._places(snapshot)):
                     deleted.append(snapshot.location)
                 else:
@@ -194,10 +189,3 @@ class _Plan:
             output.line(f"{path}, to be deleted unless a living writer holds it", "red")
         for problem in self.seen.problems:
             output.line(problem, "yellow")
-
-
-def _agreed(output: Output) -> bool:
-    if not sys.stdin.isatty():
-        raise ConfigError("cannot ask for confirmation: add --yes to delete, or --dry-run to look")
-    output.say("delete them? [y/N] ")
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

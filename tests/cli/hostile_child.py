@@ -208,7 +208,7 @@ class Readers:
         yield "verify", lambda: self.command("verify", url)
         yield "show", lambda: self.command("show", url, "latest")
         yield "show 10", lambda: self.command("show", url, "10", "--json", "--all")
-        yield "prune", lambda: self.command("prune", url, "--keep-last", "1", "--dry-run")
+        yield "prune", lambda: self.command("prune", url, "--keep-last", "1")
         yield "copy", lambda: self.command("copy", url, copies)
         for name in ("w.safetensors", "o.ckpt", "o"):
             to = self.scratch / name

@@ -26,7 +26,7 @@ COMMANDS = [
     ["verify"],
     ["show", "latest"],
     ["show", "10"],
-    ["prune", "--dry-run"],
+    ["prune"],
     ["export", "10", "--to", "o.ckpt"],
 ]
 

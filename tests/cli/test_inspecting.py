@@ -95,7 +95,7 @@ def test_names_are_whole_on_any_screen(url, capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     name = "before-the-annealing-of-the-learning-rate-2026"
     put(url, 10, names=(name,))
-    for words in (["ls", url], ["prune", url, "--dry-run"]):
+    for words in (["ls", url], ["prune", url]):
         assert run(*words) == 0
         assert name in capsys.readouterr().out
 

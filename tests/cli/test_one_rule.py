@@ -44,7 +44,7 @@ def test_parts_of_two_starts_are_no_snapshot(url, capsys):
     assert capsys.readouterr().out.count("1 of 2 ranks") == 2
     run("verify", url)
     assert "1 snapshot good, 0 problems, 2 incomplete" in capsys.readouterr().out
-    code, result = run_json(capsys, "prune", url, "--keep-last", "1", "--dry-run")
+    code, result = run_json(capsys, "prune", url, "--keep-last", "1")
     assert [item["step"] for item in result["kept"]] == [10, 10, 20], "for a day: somebody may be copying the rest"
     assert run_json(capsys, "copy", url, f"{url}-2", "--step", "10")[0] == 2
 
@@ -104,7 +104,7 @@ def test_as_many_digits_are_shown_as_tell_runs_apart(url, capsys):
     assert shows(ALIKE, out)
     assert run("verify", url) == 0
     assert shows(ALIKE, capsys.readouterr().out)
-    assert run("prune", url, "--keep-last", "1", "--dry-run") == 0
+    assert run("prune", url, "--keep-last", "1") == 0
     assert shows(ALIKE, capsys.readouterr().out)
 
 
@@ -123,9 +123,7 @@ def test_a_run_is_chosen_by_its_first_digits(url, capsys, digits):
     assert [item["step"] for item in of("verify")["snapshots"]] == [10]
     assert of("show", "latest")["run_id"] == RUN
     assert [item["step"] for item in of("copy", f"{url}-2")["snapshots"]] == [10]
-    assert {item["step"] for item in of("prune", "--keep-last", "1", "--dry-run")["kept"] if item["run_id"] == RUN} == {
-        10
-    }
+    assert {item["step"] for item in of("prune", "--keep-last", "1")["kept"] if item["run_id"] == RUN} == {10}
     run("ls", url, "--run", digits)
     assert shows(RUN, capsys.readouterr().out)
 

@@ -1,7 +1,5 @@
 """Promises of ``lazysnap prune``."""
 
-import io
-
 import fsspec
 import pytest
 from cli_level import (
@@ -21,6 +19,7 @@ from cli_level import (
 from rich.filesize import decimal
 from support.catalogue import inventory_of
 
+from lazysnap.cli.prune import _Plan
 from lazysnap.levels.store import keep, open_storage
 
 pytestmark = pytest.mark.slow
@@ -54,15 +53,15 @@ def test_keep_last_and_keep_every_leave_what_retention_would(five, capsys):
     assert not [path for path in files(five) if path.startswith((at(10), at(30)))]
 
 
-def test_a_dry_run_tells_the_same_and_deletes_nothing(five, capsys):
+def test_without_yes_it_tells_the_same_and_deletes_nothing(five, capsys):
     before = files(five)
-    code, result = run_json(capsys, "prune", five, "--keep-last", "2", "--dry-run")
+    code, result = run_json(capsys, "prune", five, "--keep-last", "2")
     assert code == 0
     assert [item["step"] for item in result["snapshots"]] == [10, 20, 30]
     assert result["deleted"] == []
     assert files(five) == before
-    assert run("prune", five, "--keep-last", "2", "--dry-run") == 0
-    assert "dry run" in capsys.readouterr().out
+    assert run("prune", five, "--keep-last", "2") == 0
+    assert "nothing was deleted: --yes deletes" in capsys.readouterr().out
 
 
 def test_what_has_a_name_stays_until_the_name_is_taken_from_it(url, capsys):
@@ -76,7 +75,7 @@ def test_what_has_a_name_stays_until_the_name_is_taken_from_it(url, capsys):
         20: "named",
         30: "newest complete",
     }
-    assert run_json(capsys, "prune", url, "--name", "best", "--dry-run")[1]["unnamed"]
+    assert run_json(capsys, "prune", url, "--name", "best")[1]["unnamed"]
     assert len([path for path in files(url) if "keep-best" in path]) == 2
     assert run("prune", url, "--name", "best", "--keep-last", "1", "--yes") == 0
     assert steps(url) == [10, 30]
@@ -143,7 +142,7 @@ def test_what_dead_writers_left_goes(make_url, capsys, a_day_later):
     filesystem.makedirs(f"{root}/{at(30)}")
     temporary = f"{at(30)}/.{SHARD}.tmp-123-0123abcd"
     filesystem.pipe_file(f"{root}/{temporary}", b"half")
-    result = run_json(capsys, "prune", url, "--dry-run")[1]
+    result = run_json(capsys, "prune", url)[1]
     assert sorted(result["leftovers"]) == [f"{at(20)}/{SHARD}", temporary]
     code, result = run_json(capsys, "prune", url, "--yes")
     assert code == 0
@@ -162,33 +161,17 @@ def test_what_a_living_writer_writes_stays(make_url, capsys):
         writer.close()
 
 
-def test_it_asks_and_takes_only_yes_for_yes(five, monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setattr("sys.stdin", Terminal("no\n"))
-    assert run("prune", five, "--keep-last", "1") == 0
-    assert len(steps(five)) == 5
-    assert "nothing was deleted" in capsys.readouterr().err
-    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
-    assert run("prune", five, "--keep-last", "1") == 0
-    assert steps(five) == [50]
-
-
 def test_what_stays_since_somebody_named_it_meanwhile_is_not_said_to_be_freed(five, monkeypatch, capsys):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+    show = _Plan.show
 
-        def readline(self) -> str:
-            storage = open_storage(five)
-            keep(storage, inventory_of(storage).entries[0].snapshot, "best")
-            return "y"
+    def name_and_show(plan: _Plan) -> None:
+        storage = open_storage(five)
+        keep(storage, inventory_of(storage).entries[0].snapshot, "best")
+        show(plan)
 
     named = inventory_of(open_storage(five)).entries[0].step
-    monkeypatch.setattr("sys.stdin", Terminal())
-    assert run("prune", five, "--keep-last", "1") == 0
+    monkeypatch.setattr(_Plan, "show", name_and_show)
+    assert run("prune", five, "--keep-last", "1", "--yes") == 0
     printed = capsys.readouterr()
     assert steps(five) == sorted({named, 50})
     assert "stays: meanwhile it has a name" in printed.err
@@ -197,15 +180,9 @@ def test_what_stays_since_somebody_named_it_meanwhile_is_not_said_to_be_freed(fi
 
 @pytest.mark.parametrize(
     "words",
-    [["--json"], ["--keep-every", "5", "--yes"], ["--keep-last", "0", "--yes"], ["--keep-last", "-1", "--yes"]],
+    [["--keep-every", "5", "--yes"], ["--keep-last", "0", "--yes"], ["--keep-last", "-1", "--yes"]],
     ids=" ".join,
 )
 def test_what_makes_no_sense_is_refused(five, words):
     assert run("prune", five, *words) == 2
-    assert len(steps(five)) == 5
-
-
-def test_without_anybody_to_ask_nothing_is_deleted(five, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
-    assert run("prune", five, "--keep-last", "1") == 2
     assert len(steps(five)) == 5

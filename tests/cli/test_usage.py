@@ -225,7 +225,7 @@ def test_the_surface_does_not_grow():
         "advise chaos copy demo doctor export ls prune report run show status stop verify worker"
     )
     assert " ".join(sorted(options)) == (
-        "--all --bytes-per-param --config --deadline --dry-run --faults --force --format --help --html --json "
+        "--all --bytes-per-param --config --deadline --faults --force --format --help --html --json "
         "--keep-every --keep-last --max-restarts --may-lose --mtbf --name --nodes "
         "--only --params --peer --persist --prometheus --ranks --result --run --seed "
         "--sharding --step --step-time --storage-option --timeout --to --to-option --version --yes"
@@ -282,7 +282,7 @@ def test_the_page_documents_the_keys_that_are_printed(make_url, tmp_path, capsys
         "verify": [url],
         "copy": [url, other],
         "export": [url, "latest", "--to", tmp_path / "w.safetensors"],
-        "prune": [url, "--keep-last", "1", "--dry-run"],
+        "prune": [url, "--keep-last", "1"],
         "advise": [url, "--params", "7b"],
         "doctor": [tmp_path / "level"],
         "report": [url],
