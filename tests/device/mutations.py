@@ -97,7 +97,7 @@ MUTANTS = [
     # What the training thread waits for.
     Mutant(
         CAPTURES,
-        "if not sources_read.wait(timeout_s):",
+        "if not self.wait_read(timeout_s):",
         "gpu:test_the_gate_of_a_state_on_both",
         "if False:",
     ),
