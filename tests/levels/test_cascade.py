@@ -15,6 +15,7 @@ from support.catalogue import inventory_of
 from support.waiting import until
 
 from lazysnap import MemoryLevel, PersistentLevel, SnapshotConfig
+from lazysnap.engine.stored import store_everywhere
 from lazysnap.levels.store import open_storage
 
 
@@ -68,13 +69,13 @@ def test_a_dead_server_costs_s3_its_snapshots_and_nothing_else(start, levels, s3
     local, remote = levels
     training = start()
     training.run(1, 2)
-    assert training.engine.wait(timeout_s=TIMEOUT_S)
+    assert store_everywhere(training.engine._run, 2, TIMEOUT_S)
     s3_server.kill()
     try:
         training.run(3, 4)
         # What was under way there (deleting, naming) has a deadline of its own, and then the copy has one.
         until(lambda: training.engine.statistics().level_failures[remote.url], timeout_s=4 * remote.timeout_s)
-        assert not training.engine.wait(timeout_s=1)
+        assert not store_everywhere(training.engine._run, 4, 1)
         statistics = training.engine.statistics()
         assert statistics.level_failures[remote.url] >= 1
         assert statistics.last_durable_step[local.url] == 4
@@ -85,7 +86,8 @@ def test_a_dead_server_costs_s3_its_snapshots_and_nothing_else(start, levels, s3
     training.run(5, 5)
 
     # A copy that began while the server was dead may need its deadline first.
-    until(lambda: steps_at(remote)[-1] == 5, timeout_s=4 * remote.timeout_s)
+    assert store_everywhere(training.engine._run, 5, 4 * remote.timeout_s)
+    assert steps_at(remote)[-1] == 5
 
 
 def test_no_secret_is_shown(levels):
