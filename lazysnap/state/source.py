@@ -23,8 +23,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 class StateSource:
     """The training state of one rank, as the engine sees it.
 
-    All methods are called on the training thread, are not collective, and must not copy tensors or
-    synchronise a device.
+    All methods are called on the training thread, and must not copy tensors or synchronise a device. Several ranks call
+    ``collect`` at the same steps, because a ``state_dict`` of the program may need all of them.
     """
 
     clocks: tuple[str, ...] = ()
