@@ -66,6 +66,7 @@ class _Plan:
         self._name = args.name
         self._count = args.keep_last or 0
         """Snapshots of a run that must be valid before others may be deleted; 0: none may be deleted."""
+        # The settings of a training check these values, and ``is_expired`` takes those of a keeper.
         level = PersistentLevel(args.url, keep_last=self._count or 1, keep_every_n_steps=args.keep_every)
         self._level = LevelSettings(args.url, keep_last=level.keep_last, keep_every_n_steps=level.keep_every_n_steps)
         self.leftovers = [leftover.path for leftover in leftovers(self._storage, None)]

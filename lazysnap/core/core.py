@@ -217,8 +217,7 @@ class Core:
             is_draining = self.phase is Phase.DRAINING
             self.job.choose_coordinator(self.now, is_served=self.is_served, is_draining=is_draining)
             self._actions += self.job.decide(self.ranks.views(self.job.settings), self.ranks.wants, self.now)
-            for rank in self.ranks.all:
-                rank.inherited = self.job.unanswered(rank.inherited)
+            self.ranks.forget_answered(self.job.unanswered)
             self._release_former(self.job)
         for rank in self.ranks.all:
             make_slot = rank.slot_to_make(self.now)

@@ -11,7 +11,7 @@
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lazysnap.core.actions import Action, AdoptSlots, CloseConnection, FreeSlot, MakeSlot, TrainerReported, VoidSlot
@@ -313,6 +313,14 @@ class Ranks:
             rank.presence = Presence.DEAD
         self._gather()
         return actions
+
+    def forget_answered(self, unanswered: Callable[[Wants], Wants]) -> None:
+        """Forget what levels have answered of the wants of earlier trainers. ``unanswered``: returns the rest."""
+        for rank in self.all:
+            rest = unanswered(rank.inherited)
+            if rest != rank.inherited:
+                rank.inherited = rest
+                self._gather()
 
     def _gather(self) -> None:
         """Update the fields that depend on the states of all trainers."""

@@ -295,7 +295,7 @@ class Recorder:
             newest = self.captures.newest
             has_captured = newest is not None and newest.step == step and newest.is_in_memory
         else:
-            # A rank that could not capture it does not choose another step alone. It reports the name as lost.
+            # A rank that could not capture it does not choose another step alone. Then no snapshot gets the name.
             has_captured = self.last_due == step
         if has_captured:
             return step

@@ -332,7 +332,6 @@ class TestStarts:
         [task] = of_kind(done, actions.SetNames)
         assert task.added == (named,)
         driver.step(actions.TaskEnded(task.number))
-        driver.report(structs.replace(STATE, start=START + 1, waited_s=1.0), pid=200, connection=2)
         assert driver.core.ranks.wants.required == set()
         assert driver.core.ranks.wants.names == set()
 
